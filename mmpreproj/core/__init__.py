@@ -1,0 +1,1 @@
+"""The mathematics: position-agnostic modules and rectified flow, on torch alone."""
