@@ -1,0 +1,65 @@
+"""Between pixels and latents: a VAE's encode and decode with its scale and shift, in its own dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def encode_pixels(vae: Any, pixels: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    """Encode pixels `[B, 3, H, W]` in [-1, 1] into latents `(x - shift) · scale`, `[B, C, H / f, W / f]`.
+
+    Args:
+        vae: an `AutoencoderKL`, whose posterior is sampled, or an `AutoencoderTiny`.
+        pixels: on the VAE's device unless the VAE is offloaded.
+        generator: draws the sample.
+
+    Raises:
+        ValueError: if the latents are not finite.
+    """
+    scale, shift = scale_and_shift(vae)
+    encoded = vae.encode(_to_vae(vae, pixels))
+    posterior = getattr(encoded, "latent_dist", None)
+    latents = encoded.latents if posterior is None else posterior.sample(generator)
+    latents = (latents - shift) * scale  # [B, C, H / f, W / f]
+    check_finite(latents, "latents after encoding", f"the VAE ran in {vae.dtype}; try vae.to(torch.float32)")
+    return latents
+
+
+def decode_to_pixels(vae: Any, latents: Tensor) -> Tensor:
+    """Decode latents `[B, C, H / f, W / f]` into pixels `[B, 3, H, W]`, about in [-1, 1] and not clipped.
+
+    Raises:
+        ValueError: if the pixels are not finite.
+    """
+    scale, shift = scale_and_shift(vae)
+    pixels = vae.decode(_to_vae(vae, latents) / scale + shift, return_dict=False)[0]  # [B, 3, H, W]
+    check_finite(pixels, "pixels", f"the VAE ran in {vae.dtype} on finite latents; try vae.to(torch.float32)")
+    return pixels
+
+
+def scale_and_shift(vae: Any) -> tuple[float, float]:
+    """Return a VAE's scale and shift; 1 and 0 where its config has none, or None."""
+    scale, shift = vae.config.get("scaling_factor"), vae.config.get("shift_factor")
+    return 1.0 if scale is None else scale, 0.0 if shift is None else shift
+
+
+def check_finite(tensor: Tensor, what: str, cause: str) -> None:
+    """Refuse a tensor with NaN or infinite values.
+
+    Raises:
+        ValueError: with the number of such values, `what` they are, and the `cause`.
+    """
+    finite = torch.isfinite(tensor)
+    if not finite.all():
+        count = tensor.numel() - int(finite.sum())
+        raise ValueError(f"{count} of {tensor.numel()} {what} are NaN or infinite: {cause}")
+
+
+def _to_vae(vae: Any, tensor: Tensor) -> Tensor:
+    """Cast to the VAE's dtype and, if the VAE is offloaded, move to where it is about to run."""
+    # `encode` and `decode` are not `forward`: accelerate's hooks bring the module there, but not its input.
+    device = getattr(getattr(vae, "_hf_hook", None), "execution_device", None)
+    return tensor.to(device=tensor.device if device is None else device, dtype=vae.dtype)

@@ -1,0 +1,394 @@
+"""Stable Diffusion 3 with the adapter: stock folders, plus a `preproj/` folder beside the components."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from diffusers.configuration_utils import FrozenDict
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.pipelines.stable_diffusion_3.pipeline_output import StableDiffusion3PipelineOutput
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from huggingface_hub import file_exists
+from torch import Tensor
+from transformers import (
+    CLIPTextModelWithProjection,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    SiglipImageProcessor,
+    SiglipVisionModel,
+)
+
+from mmpreproj.patching.lifecycle import detached, is_patched, unwrap
+from mmpreproj.patching.storage import CONFIG_NAME, load, save
+from mmpreproj.pipelines.adapter_folder import ADAPTER_FOLDER, find_adapter, remove_adapter
+from mmpreproj.pipelines.latents import check_finite, decode_to_pixels, encode_pixels
+from mmpreproj.pipelines.text import encode_text, negative_prompts
+
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _hide_defaults(init: _Init) -> _Init:
+    """Show an `__init__` to `inspect.signature` without its defaults.
+
+    `DiffusionPipeline.from_pretrained(custom_pipeline=…)` reads from the signature which components a caller may pass.
+    One with a default it takes for a plain option, unless *DiffusionPipeline's own* list of optional components names
+    it; then `vae=…` or `text_encoder_3=None` would be overridden by what the folder holds.
+    """
+    signature = inspect.signature(init)
+    bare = [parameter.replace(default=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    init.__signature__ = signature.replace(parameters=bare)  # type: ignore[attr-defined]
+    return init
+
+
+def _signature_of(parent: Callable[..., Any]) -> Callable[[_Method], _Method]:
+    """Show a method to `inspect.signature`, and so to callers and diffusers, with its parent's signature."""
+    return cast(Callable[[_Method], _Method], functools.wraps(parent, assigned=()))
+
+
+class PreProjSD3Pipeline(StableDiffusion3Pipeline):
+    """Generate pictures with a Stable Diffusion 3 transformer that may carry an mmpreproj adapter.
+
+    It is its parent, with three differences. Every component but transformer and scheduler may be missing. One generic
+    transformer may stand in for the three text encoders. The adapter is saved to, and loaded from, `preproj/` beside
+    the components; what lies around that folder is a stock Stable Diffusion 3 folder.
+
+    - Without a VAE pixels are the latents: `[B, 3, H, W]` in [-1, 1], `vae_scale_factor` 1.
+    - With `text_encoder` and `tokenizer` alone, the encoder being no `CLIPTextModelWithProjection`, prompts go through
+      `mmpreproj.pipelines.text.encode_text`; its width must be the transformer's `joint_attention_dim` and
+      `pooled_projection_dim`. The prompt length is the tokenizer's `model_max_length`, which is saved with the model.
+    - Without a text encoder, pass `prompt_embeds` and `pooled_prompt_embeds`.
+
+    Args:
+        transformer: patched or not.
+        scheduler: a flow-matching scheduler.
+        vae: `AutoencoderKL`, `AutoencoderTiny` or None.
+        text_encoder: the first CLIP encoder, a generic encoder, or None.
+        tokenizer: tokenizer of `text_encoder`.
+        text_encoder_2: the second CLIP encoder.
+        tokenizer_2: tokenizer of `text_encoder_2`.
+        text_encoder_3: T5.
+        tokenizer_3: tokenizer of `text_encoder_3`.
+        image_encoder: for IP-Adapter.
+        feature_extractor: for IP-Adapter.
+    """
+
+    _optional_components = [  # noqa: RUF012 - diffusers reads a list
+        "vae",
+        "text_encoder",
+        "tokenizer",
+        "text_encoder_2",
+        "tokenizer_2",
+        "text_encoder_3",
+        "tokenizer_3",
+        "image_encoder",
+        "feature_extractor",
+    ]
+
+    # For type checkers only: diffusers' own annotations know none of the choices below.
+    transformer: Any
+    vae: Any
+    text_encoder: Any
+    tokenizer: Any
+    text_encoder_3: Any
+
+    @_hide_defaults
+    def __init__(
+        self,
+        transformer: SD3Transformer2DModel,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        vae: AutoencoderKL | AutoencoderTiny | None = None,
+        text_encoder: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        text_encoder_2: PreTrainedModel | None = None,
+        tokenizer_2: PreTrainedTokenizerBase | None = None,
+        text_encoder_3: PreTrainedModel | None = None,
+        tokenizer_3: PreTrainedTokenizerBase | None = None,
+        image_encoder: SiglipVisionModel | None = None,
+        feature_extractor: SiglipImageProcessor | None = None,
+    ) -> None:
+        components: dict[str, Any] = dict(
+            transformer=transformer,
+            scheduler=scheduler,
+            vae=vae,
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+            text_encoder_2=text_encoder_2,
+            tokenizer_2=tokenizer_2,
+            text_encoder_3=text_encoder_3,
+            tokenizer_3=tokenizer_3,
+            image_encoder=image_encoder,
+            feature_extractor=feature_extractor,
+        )
+        super().__init__(**components)
+        if vae is None:
+            self.vae_scale_factor = 1
+            self.image_processor = VaeImageProcessor(vae_scale_factor=1)
+
+    @torch.no_grad()
+    @_signature_of(StableDiffusion3Pipeline.__call__)
+    def __call__(self, *args: Any, **kwargs: Any) -> StableDiffusion3PipelineOutput | tuple[Any]:
+        """Generate pictures; the arguments are those of `StableDiffusion3Pipeline.__call__`.
+
+        Raises:
+            ValueError: if `output_type` is none of pil, np, pt and latent, the latents cannot be shown as a picture
+                without a VAE, or they are not finite.
+        """
+        call = inspect.signature(StableDiffusion3Pipeline.__call__).bind(self, *args, **kwargs)
+        call.apply_defaults()
+        output_type, return_dict = call.arguments["output_type"], call.arguments["return_dict"]
+        self._check_output_type(output_type)
+        call.arguments.update(output_type="latent", return_dict=False)
+        (images,) = super().__call__(*call.args[1:], **call.kwargs)
+        if output_type != "latent":
+            images = self.image_processor.postprocess(self.decode_latents(images), output_type=output_type)
+            self.maybe_free_model_hooks()  # the parent did so too, but the VAE has run since
+        return StableDiffusion3PipelineOutput(images=images) if return_dict else (images,)
+
+    def encode_latents(self, pixels: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Encode pictures into the latents that the transformer is trained on.
+
+        Gradients flow; call under `torch.no_grad()` where they are not wanted.
+
+        Args:
+            pixels: `[B, 3, H, W]` in [-1, 1]; on the VAE's device unless the VAE is offloaded.
+            generator: draws from the posterior of an `AutoencoderKL`.
+
+        Returns:
+            `(x - shift) · scale`, `[B, C, H / f, W / f]` with the VAE's scale factor f, in the VAE's dtype; without a
+            VAE the pixels themselves.
+
+        Raises:
+            ValueError: if the pixels have another shape, or the latents are not finite.
+        """
+        channels = self.transformer.config.in_channels if self.vae is None else self.vae.config.get("in_channels", 3)
+        if pixels.ndim != 4 or pixels.shape[1] != channels:
+            raise ValueError(f"pixels must have the shape [B, {channels}, H, W]; got {list(pixels.shape)}")
+        return pixels if self.vae is None else encode_pixels(self.vae, pixels, generator=generator)
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """Decode latents into pictures.
+
+        Args:
+            latents: `[B, C, H / f, W / f]` as the transformer works on them, f the VAE's scale factor.
+
+        Returns:
+            Pixels `[B, 3, H, W]`, about in [-1, 1] and not clipped, in the VAE's dtype; without a VAE the latents.
+
+        Raises:
+            ValueError: if the latents, or the pixels that the VAE makes of them, are not finite.
+        """
+        check_finite(
+            latents,
+            "latents before decoding",
+            f"denoising ran in {latents.dtype}. float16 overflows: load with torch_dtype=torch.bfloat16 or float32. "
+            "If it does in float32 too, the weights hold NaN or the guidance scale is far too high",
+        )
+        return latents if self.vae is None else decode_to_pixels(self.vae, latents)
+
+    @property
+    def uses_generic_text_encoder(self) -> bool:
+        """Whether prompts go through one generic transformer rather than two CLIP encoders and T5."""
+        return self.text_encoder is not None and not isinstance(unwrap(self.text_encoder), CLIPTextModelWithProjection)
+
+    @_signature_of(StableDiffusion3Pipeline.encode_prompt)
+    def encode_prompt(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Encode prompts; arguments and results are those of `StableDiffusion3Pipeline.encode_prompt`.
+
+        Returns:
+            Embeddings `[B, L, D]` of prompt and negative prompt, then the pooled ones `[B, P]` of both, B counting
+            each prompt `num_images_per_prompt` times.
+
+        Raises:
+            TypeError: if a negative prompt does not match its prompt.
+            ValueError: if there is no text encoder for a prompt, or an argument has no use for the one there is.
+        """
+        call = inspect.signature(StableDiffusion3Pipeline.encode_prompt).bind(self, *args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        guided = given["do_classifier_free_guidance"]
+        if given["prompt_embeds"] is None or (guided and given["negative_prompt_embeds"] is None):
+            if self.uses_generic_text_encoder:
+                return self._encode_generically(given)
+            self._check_clip_encoders()
+        return super().encode_prompt(*call.args[1:], **call.kwargs)
+
+    @_signature_of(StableDiffusion3Pipeline.save_pretrained)
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save a stock Stable Diffusion 3 folder, and the adapter, where there is one, in its `preproj/`.
+
+        The arguments are those of `DiffusionPipeline.save_pretrained`; the adapter has no variants and is always a
+        safetensors file. An adapter that an earlier save left in the folder never outlives this one.
+
+        Raises:
+            ValueError: if `save_directory` is a file, or the adapter is not finite; nothing is written then.
+        """
+        folder = Path(save_directory)
+        if folder.is_file():
+            raise ValueError(f"save_directory must be a folder; {folder} is a file")
+        # The adapter goes first: the parent's last act is the upload, which must find the folder complete.
+        if is_patched(self.transformer):
+            save(self.transformer, folder / ADAPTER_FOLDER)
+        else:
+            remove_adapter(folder / ADAPTER_FOLDER)
+        with detached(self.transformer):
+            super().save_pretrained(os.fspath(save_directory), *args, **kwargs)
+
+    @classmethod
+    def from_pipe(cls, pipeline: Any, **kwargs: Any) -> PreProjSD3Pipeline:
+        """Make a pipeline from another one's components, as they are: no adapter is looked for.
+
+        The arguments are those of `DiffusionPipeline.from_pipe`.
+        """
+        # The parent hands on where `pipeline` came from, which `register_to_config` would take for a load.
+        nameless = copy.copy(pipeline)
+        nameless._internal_dict = FrozenDict(
+            {key: value for key, value in pipeline.config.items() if key != "_name_or_path"}
+        )
+        made = super().from_pipe(nameless, **kwargs)
+        name = pipeline.config.get("_name_or_path")
+        if name is not None:
+            StableDiffusion3Pipeline.register_to_config(made, _name_or_path=name)
+        return made
+
+    def register_to_config(self, **kwargs: Any) -> None:
+        """Note settings in the pipeline's config, and load the adapter once it is known where the base came from.
+
+        Raises:
+            FileNotFoundError: if the folder's adapter lacks a file.
+            ValueError: if it is damaged, was made for another base, or cannot be fetched from the hub.
+        """
+        # The seam that every way of loading passes. `DiffusionPipeline.from_pretrained(custom_pipeline=…)` never calls
+        # our from_pretrained; it makes the pipeline from its components and then, as its last act and with nothing
+        # after it to return early, registers `_name_or_path`. __init__ is too early: it does not know the folder, and
+        # `PreProjSD3Pipeline(**components)` must leave its components alone.
+        super().register_to_config(**kwargs)
+        source = kwargs.get("_name_or_path")
+        if source is not None and self.transformer is not None and not is_patched(self.transformer):
+            folder = find_adapter(source, self.components)
+            if folder is not None:
+                load(self.transformer, folder)
+
+    def to_json_string(self) -> str:
+        """Write `model_index.json`, under the name of the stock class, so that stock diffusers loads the folder."""
+        values = json.loads(super().to_json_string())
+        values["_class_name"] = StableDiffusion3Pipeline.__name__
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+    def _upload_folder(
+        self,
+        working_dir: str | os.PathLike[str],
+        repo_id: str,
+        token: str | None = None,
+        commit_message: str | None = None,
+        create_pr: bool = False,
+        subfolder: str | None = None,
+    ) -> Any:
+        # An upload deletes nothing, so an adapter that is on the hub already would end up on this other base. The
+        # folder is asked, not the transformer, which is saved, and so uploaded, with its adapter taken off.
+        path = "/".join(part for part in (subfolder, ADAPTER_FOLDER, CONFIG_NAME) if part)
+        bare = not (Path(working_dir) / ADAPTER_FOLDER / CONFIG_NAME).is_file()
+        if bare and file_exists(repo_id, path, token=token):
+            raise ValueError(
+                f"{repo_id} on the hub holds an adapter in {ADAPTER_FOLDER}/, but this pipeline carries none; nothing "
+                "was uploaded. Delete that folder on the hub first, or push to another repository"
+            )
+        return super()._upload_folder(
+            working_dir,
+            repo_id,
+            token=token,
+            commit_message=commit_message,
+            create_pr=create_pr,
+            subfolder=subfolder,
+        )
+
+    def _check_output_type(self, output_type: Any) -> None:
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type must be one of {', '.join(map(repr, OUTPUT_TYPES))}; got {output_type!r}")
+        channels = self.transformer.config.in_channels
+        if self.vae is None and output_type != "latent" and channels not in (1, 3):
+            raise ValueError(
+                f"the transformer works on latents of {channels} channels, which are no picture without a VAE; load "
+                'the pipeline with vae=…, or ask for output_type="latent"'
+            )
+
+    def _encode_generically(self, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        self._check_generic_encoder(given)
+        encode = functools.partial(
+            self._encode_batch,
+            device=given["device"] or self._execution_device,
+            images_per_prompt=given["num_images_per_prompt"],
+            max_sequence_length=given["max_sequence_length"],
+        )
+        prompt, embeds, pooled = given["prompt"], given["prompt_embeds"], given["pooled_prompt_embeds"]
+        negative, negative_pooled = given["negative_prompt_embeds"], given["negative_pooled_prompt_embeds"]
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        if embeds is None:
+            embeds, pooled = encode(prompts)
+        if given["do_classifier_free_guidance"] and negative is None:
+            batch_size = embeds.shape[0] if prompts is None else len(prompts)
+            texts = negative_prompts(given["negative_prompt"], prompt=prompt, batch_size=batch_size)
+            negative, negative_pooled = encode(texts)
+            if negative.shape != embeds.shape:
+                raise ValueError(
+                    f"the negative prompt is encoded as {list(negative.shape)}, but prompt_embeds are "
+                    f"{list(embeds.shape)}; pass negative_prompt_embeds and negative_pooled_prompt_embeds too"
+                )
+        return embeds, negative, pooled, negative_pooled
+
+    def _encode_batch(
+        self, prompts: list[str], *, device: torch.device, images_per_prompt: int, max_sequence_length: int
+    ) -> tuple[Tensor, Tensor]:
+        embeds, pooled = encode_text(
+            self.text_encoder, self.tokenizer, prompts, max_sequence_length=max_sequence_length, device=device
+        )  # [B, L, D], [B, D]
+        width = embeds.shape[-1]
+        for setting in ("joint_attention_dim", "pooled_projection_dim"):
+            expected = self.transformer.config[setting]
+            if width != expected:
+                raise ValueError(
+                    f"{type(unwrap(self.text_encoder)).__name__} gives embeddings of width {width}, but the "
+                    f"transformer's {setting} is {expected}; use the text encoder that it was trained with"
+                )
+        dtype = cast(torch.dtype, unwrap(self.transformer).dtype)  # the encoder may run in another precision
+        embeds, pooled = embeds.to(dtype), pooled.to(dtype)
+        return embeds.repeat_interleave(images_per_prompt, 0), pooled.repeat_interleave(images_per_prompt, 0)
+
+    def _check_generic_encoder(self, given: Mapping[str, Any]) -> None:
+        name = type(unwrap(self.text_encoder)).__name__
+        others = [other for other in ("text_encoder_2", "text_encoder_3") if getattr(self, other) is not None]
+        if others:
+            raise ValueError(f"text_encoder is a {name}, which stands alone, but {' and '.join(others)} is there too")
+        if self.tokenizer is None:
+            raise ValueError(f"text_encoder is a {name} without a tokenizer; load the pipeline with tokenizer=…")
+        for argument in ("prompt_2", "prompt_3", "negative_prompt_2", "negative_prompt_3", "clip_skip"):
+            if given[argument] is not None:
+                raise ValueError(
+                    f"{argument} has no use with the single text encoder {name}; got {given[argument]!r}. Put the "
+                    "whole text into prompt and negative_prompt"
+                )
+
+    def _check_clip_encoders(self) -> None:
+        needed = ["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"]
+        needed += ["tokenizer_3"] if self.text_encoder_3 is not None else []
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing:
+            raise ValueError(
+                f"this pipeline has no {', '.join(missing)} to encode prompts with; pass prompt_embeds and "
+                "pooled_prompt_embeds instead of prompt and, with a guidance_scale above 1, negative_prompt_embeds "
+                "and negative_pooled_prompt_embeds"
+            )
