@@ -1,0 +1,306 @@
+"""The training configuration: one YAML file, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from mmpreproj.patching.config import PreProjConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the file, the field, the value and the way out."""
+
+
+class Section(BaseModel):
+    """A part of the configuration; unknown keys are refused, and so are numbers that are not finite."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ScratchModel(Section):
+    """A small SD3-style model to be made new, with random weights.
+
+    Attributes:
+        width: token width D.
+        heads: number of attention heads.
+        depth: number of joint blocks.
+        patch_size: side of a patch, in latent cells (pixels where there is no VAE).
+        qk_norm: normalisation of queries and keys.
+        text_tokens: length of the text, in tokens; longer captions are cut.
+    """
+
+    width: int = Field(default=192, ge=8)
+    heads: int = Field(default=6, ge=1)
+    depth: int = Field(default=6, ge=1)
+    patch_size: int = Field(default=4, ge=1)
+    qk_norm: Literal["rms_norm"] | None = "rms_norm"
+    text_tokens: int = Field(default=12, ge=3, le=512)
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> ScratchModel:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} must be a multiple of heads {self.heads}")
+        return self
+
+
+class DataConfig(Section):
+    """Where the captioned pictures come from.
+
+    Attributes:
+        source: `folder`, a folder with metadata.jsonl or metadata.csv; `openmoji`, drawings from installed packages.
+        folder: the folder, for `source: folder`.
+        caption_column: name of the caption column in the metadata.
+        resolution: side of the square training pictures, in pixels.
+        held_out: number of pictures that are never trained on and measure the held-out loss; 0 for none.
+        always_train: captions that must not be held out.
+    """
+
+    source: Literal["folder", "openmoji"] = "folder"
+    folder: Path | None = None
+    caption_column: str = "text"
+    resolution: int = Field(default=512, ge=8)
+    held_out: int = Field(default=0, ge=0)
+    always_train: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _folder_is_named(self) -> DataConfig:
+        if self.source == "folder" and self.folder is None:
+            raise ValueError("source 'folder' needs folder: the path of a folder with pictures and metadata.jsonl")
+        return self
+
+
+class OptimizerConfig(Section):
+    """How weights are updated.
+
+    Attributes:
+        name: an optimiser of timm's factory, e.g. `adamw`.
+        learning_rate: peak rate after warm-up.
+        adapter_learning_rate: peak rate of the adapter alone, in mode `full`; None for the same.
+        betas: AdamW's decay rates.
+        weight_decay: on weight matrices only.
+        warmup_steps: steps of linear warm-up; a cosine to 0 follows.
+        max_grad_norm: gradients are scaled down to this global norm.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = Field(default=1e-3, gt=0)
+    adapter_learning_rate: float | None = Field(default=None, gt=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=50, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+
+class FlowConfig(Section):
+    """How noise levels are drawn: `σ = shift(sigmoid(N(logit_mean, logit_std²)))`.
+
+    Attributes:
+        logit_mean: mean of the logit.
+        logit_std: standard deviation of the logit.
+        shift: as `shift` of the scheduler; None takes the scheduler's own.
+    """
+
+    logit_mean: float = 0.0
+    logit_std: float = Field(default=1.0, gt=0)
+    shift: float | None = Field(default=None, gt=0)
+
+
+def _read_adapter(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return PreProjConfig.from_dict(value)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+Adapter = Annotated[
+    PreProjConfig, BeforeValidator(_read_adapter), PlainSerializer(lambda config: config.to_dict(), return_type=dict)
+]
+
+
+def _kind_of_model(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "name"
+    return "sizes" if isinstance(value, (Mapping, ScratchModel)) else None
+
+
+# Told apart before either is read, so that a fault in the sizes is no complaint that they are not a name.
+Model = Annotated[
+    Annotated[str, Tag("name")] | Annotated[ScratchModel, Tag("sizes")],
+    Discriminator(
+        _kind_of_model,
+        custom_error_type="model_kind",
+        custom_error_message="give a hub id, a folder, or the sizes of a new model such as {width: 192, heads: 6}",
+    ),
+]
+
+
+class TrainConfig(Section):
+    """Everything that a training run needs.
+
+    Attributes:
+        model: hub id or folder of a Diffusers SD3 pipeline, or the sizes of a small one to make new.
+        output: folder for everything that the run writes.
+        mode: `probe`, only the adapter trains; `full`, all of the transformer.
+        adapter: what is patched in; None (with mode `full`) trains the stock model.
+        data: the pictures.
+        optimizer: the updates.
+        flow: the noise levels.
+        steps: number of optimiser steps.
+        batch_size: pictures per step and process, before accumulation.
+        gradient_accumulation: batches per optimiser step.
+        caption_dropout: share of captions replaced by the empty one, for classifier-free guidance.
+        max_sequence_length: longest text, in tokens, of T5.
+        precision: autocast dtype; trained weights stay fp32. `no` is fp32 throughout.
+        gradient_checkpointing: trade time for memory.
+        evaluate_every: steps between held-out losses; 0 for the end only.
+        held_out_levels: noise levels per held-out picture.
+        checkpoint_every: steps between checkpoints; 0 for none.
+        keep_checkpoints: older ones are removed.
+        seed: of everything random.
+    """
+
+    model: Model
+    output: Path
+    mode: Literal["probe", "full"] = "probe"
+    adapter: Adapter | None = Field(default_factory=PreProjConfig)
+    data: DataConfig
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    flow: FlowConfig = Field(default_factory=FlowConfig)
+    steps: int = Field(default=1000, ge=1)
+    batch_size: int = Field(default=1, ge=1)
+    gradient_accumulation: int = Field(default=1, ge=1)
+    caption_dropout: float = Field(default=0.1, ge=0, le=1)
+    max_sequence_length: int = Field(default=256, ge=1, le=512)
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    gradient_checkpointing: bool = False
+    evaluate_every: int = Field(default=100, ge=0)
+    held_out_levels: int = Field(default=4, ge=1)
+    checkpoint_every: int = Field(default=500, ge=0)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+
+    @model_validator(mode="after")
+    def _something_trains(self) -> TrainConfig:
+        if self.mode == "probe" and self.adapter is None:
+            raise ValueError(
+                "mode 'probe' trains the adapter alone, but adapter is null; set adapter: {} or mode: full"
+            )
+        if self.mode == "probe" and isinstance(self.model, ScratchModel):
+            raise ValueError("mode 'probe' would leave a new model's random weights as they are; set mode: full")
+        return self
+
+
+def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read and check a training configuration.
+
+    Args:
+        path: a YAML file.
+        overrides: `key=value` pairs with dotted keys, e.g. `optimizer.learning_rate=2e-3`; values are YAML.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ConfigError: if it is not YAML, or a key or value is not valid; every fault is listed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no configuration file {path}")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} should hold key: value lines; found {type(values).__name__}")
+    for override in overrides:
+        _apply_override(values, override)
+    return parse_config(values, origin=str(path))
+
+
+def parse_config(values: Mapping[str, Any], *, origin: str) -> TrainConfig:
+    """Check plain values as `read_config` does; `origin` is what errors call them."""
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        faults = "\n".join(f"  {_explain(fault)}" for fault in error.errors())
+        raise ConfigError(f"{origin} cannot be used:\n{faults}") from None
+
+
+def write_config(config: TrainConfig, path: Path) -> None:
+    """Write a configuration as YAML that `read_config` reads back to an equal one."""
+    path.write_text(yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False), encoding="utf-8")
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"an override is written key=value, such as optimizer.learning_rate=2e-3; got {override!r}")
+    *parents, last = key.split(".")
+    target = values
+    for parent in parents:
+        child = target.get(parent)
+        target[parent] = child = dict(child) if isinstance(child, Mapping) else {}
+        target = child
+    try:
+        target[last] = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of the override {override!r} is not valid YAML: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1, except that `2e-3` is a number, as it is in YAML 1.2."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text that `_Loader` would take for a number in quotes."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
+
+
+def _explain(fault: Any) -> str:
+    location = [str(part) for part in fault["loc"] if part not in ("name", "sizes") or fault["loc"][0] != "model"]
+    if fault["type"] == "extra_forbidden":
+        known = _fields_of(location[:-1])
+        nearest = get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"keys here: {', '.join(known)}"
+        return f"{'.'.join(location)}: unknown key; {hint}"
+    if fault["type"] == "missing":
+        return f"{'.'.join(location)}: missing; it must be given"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(location)}: {message} (got {fault['input']!r})" if location else message
+
+
+def _fields_of(location: list[str]) -> list[str]:
+    section: Any = TrainConfig
+    for part in location:
+        section = next(kind for kind in _classes(section.model_fields[part].annotation) if issubclass(kind, Section))
+    return list(section.model_fields)
+
+
+def _classes(annotation: Any) -> list[type]:
+    """List the classes in an annotation such as `Annotated[str, …] | Annotated[ScratchModel, …]`."""
+    if isinstance(annotation, type):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _classes(part)]

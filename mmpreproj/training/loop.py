@@ -1,0 +1,302 @@
+"""The training loop: rectified flow on encoded pictures, driven by accelerate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, PartialState
+from accelerate.utils import GradientAccumulationPlugin, set_seed
+from diffusers.training_utils import compute_density_for_timestep_sampling
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from mmpreproj.core.flow import interpolate, shift_sigmas, velocity
+from mmpreproj.data.encoding import EncodedPictures
+from mmpreproj.training.checkpoints import checkpoints, write_checkpoint
+from mmpreproj.training.config import ConfigError, FlowConfig, TrainConfig
+from mmpreproj.training.held_out import HeldOutLoss
+from mmpreproj.training.optimisation import make_optimizer, make_schedule, select_trainable
+
+
+class TrainingDivergedError(RuntimeError):
+    """The loss or a gradient was not finite; the message names the step and the last good checkpoint."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one optimiser step gave.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: mean flow loss of the step's batches; in the record of step 0, which only evaluates, None.
+        held_out: held-out loss after the step, where it was measured.
+        learning_rate: of the first parameter group.
+        grad_norm: global norm before clipping.
+        pictures_per_second: since the run began, evaluation and checkpoints left out.
+    """
+
+    step: int
+    loss: float | None
+    held_out: float | None
+    learning_rate: float
+    grad_norm: float | None
+    pictures_per_second: float | None
+
+
+class FlowObjective:
+    """The rectified-flow loss of a batch, with its own seeded randomness.
+
+    Args:
+        empty: embeddings of the empty prompt, for dropped captions.
+        flow: how noise levels are drawn.
+        shift: scheduler shift, where `flow` names none.
+        timesteps: the scheduler's number of training timesteps; the model is told `σ · timesteps`.
+        caption_dropout: share of captions replaced by the empty prompt.
+        seed: of noise levels, noise and dropout.
+    """
+
+    def __init__(
+        self, empty: Any, *, flow: FlowConfig, shift: float, timesteps: int, caption_dropout: float, seed: int
+    ) -> None:
+        self.empty = empty
+        self.flow = flow
+        self.shift = flow.shift if flow.shift is not None else shift
+        self.timesteps = timesteps
+        self.caption_dropout = caption_dropout
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, transformer: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Compute the loss of a batch of latents `[B, C, h, w]`, tokens `[B, L, D]` and pooled `[B, P]`."""
+        clean = batch["latents"]
+        noise = torch.randn(clean.shape, generator=self.generator).to(clean.device)
+        sigmas = self.draw_sigmas(len(clean)).to(clean.device)  # [B]
+        tokens, pooled = self.drop_captions(batch["tokens"], batch["pooled"])
+        predicted = transformer(
+            hidden_states=interpolate(clean, noise, sigmas),
+            encoder_hidden_states=tokens,
+            pooled_projections=pooled,
+            timestep=sigmas * self.timesteps,
+            return_dict=False,
+        )[0]
+        return F.mse_loss(predicted.float(), velocity(clean, noise))
+
+    def draw_sigmas(self, count: int) -> Tensor:
+        """Draw noise levels `[count]` in (0, 1)."""
+        uniform = compute_density_for_timestep_sampling(
+            "logit_normal", count, self.flow.logit_mean, self.flow.logit_std, generator=self.generator
+        )
+        return shift_sigmas(uniform, self.shift)
+
+    def drop_captions(self, tokens: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
+        """Replace a random share of captions `[B, L, D]`, `[B, P]` by the empty prompt."""
+        dropped = (torch.rand(len(tokens), generator=self.generator) < self.caption_dropout).to(tokens.device)  # [B]
+        tokens = torch.where(dropped[:, None, None], self.empty.tokens.to(tokens), tokens)  # [B, L, D]
+        pooled = torch.where(dropped[:, None], self.empty.pooled.to(pooled), pooled)  # [B, P]
+        return tokens, pooled
+
+
+def make_accelerator(config: TrainConfig) -> Accelerator:
+    """Build the accelerator that a configuration asks for.
+
+    Raises:
+        ConfigError: if this machine cannot train in that precision, or this process has begun in another.
+    """
+    # Accelerate would train in fp32 there without a word.
+    if config.precision == "fp16" and PartialState().device.type == "cpu":
+        raise ConfigError("precision: fp16 needs a GPU, and this run is on the CPU; set precision: bf16 or no")
+    # By default accelerate ends a step early where an epoch ends; ours go on into the next epoch.
+    accumulation = GradientAccumulationPlugin(num_steps=config.gradient_accumulation, sync_with_dataloader=False)
+    try:
+        return Accelerator(mixed_precision=config.precision, gradient_accumulation_plugin=accumulation)
+    except ValueError as error:
+        raise ConfigError(f"precision: {config.precision} cannot be used here ({error})") from error
+
+
+def train(
+    transformer: nn.Module,
+    pictures: EncodedPictures,
+    config: TrainConfig,
+    *,
+    accelerator: Accelerator | None = None,
+    held_out: EncodedPictures | None = None,
+    shift: float = 1.0,
+    timesteps: int = 1000,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+) -> nn.Module:
+    """Train a transformer in place.
+
+    Args:
+        transformer: patched where the configuration's mode needs it.
+        pictures: what to train on.
+        config: the run's settings; `model` and `data` are not read here.
+        accelerator: as made by `make_accelerator`; None makes one.
+        held_out: pictures for the held-out loss.
+        shift: the scheduler's shift, used where `config.flow.shift` is None.
+        timesteps: the scheduler's number of training timesteps.
+        on_step: called on every process after each optimiser step, and once before the first with step 0.
+
+    Returns:
+        The same transformer, free of wrappers.
+
+    Raises:
+        TrainingDivergedError: if the loss or a gradient is not finite; no weight has been touched by that step.
+        ValueError: if nothing would train.
+    """
+    set_seed(config.seed)
+    accelerator = accelerator or make_accelerator(config)
+    select_trainable(transformer, config.mode)
+    if config.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()  # type: ignore[operator]
+    run = _Run(transformer, pictures, config, accelerator=accelerator, shift=shift, timesteps=timesteps)
+    evaluate = None
+    if held_out is not None and len(held_out):
+        evaluate = HeldOutLoss(held_out, levels=config.held_out_levels, seed=config.seed, timesteps=timesteps)
+        on_step(StepRecord(0, None, evaluate(run.model), run.learning_rate, None, None))
+    run.model.train()
+    try:
+        for step in range(1, config.steps + 1):
+            loss, grad_norm = run.step(step)
+            due = step == config.steps or (config.evaluate_every > 0 and step % config.evaluate_every == 0)
+            measured = evaluate(run.model) if evaluate is not None and due else None
+            on_step(StepRecord(step, loss, measured, run.learning_rate, grad_norm, run.pictures_per_second))
+            if config.checkpoint_every and step % config.checkpoint_every == 0:
+                run.checkpoint(step)
+    finally:
+        run.restore_forward()
+    return run.finish()
+
+
+class _Run:
+    """The moving parts of one training run."""
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        pictures: EncodedPictures,
+        config: TrainConfig,
+        *,
+        accelerator: Accelerator,
+        shift: float,
+        timesteps: int,
+    ) -> None:
+        self.config = config
+        self.accelerator = accelerator
+        self.objective = FlowObjective(
+            pictures.empty,
+            flow=config.flow,
+            shift=shift,
+            timesteps=timesteps,
+            caption_dropout=config.caption_dropout,
+            seed=config.seed + 1 + accelerator.process_index,
+        )
+        optimizer = make_optimizer(transformer, config.optimizer)
+        self._forward = vars(transformer).get("forward")
+        # Not prepared by accelerate, which would step it once per process.
+        self.schedule = make_schedule(optimizer, warmup_steps=config.optimizer.warmup_steps, steps=config.steps)
+        self.model, self.optimizer, loader = accelerator.prepare(
+            transformer, optimizer, make_loader(pictures, config.batch_size, seed=config.seed)
+        )
+        self.batches = _endless(loader)
+        self.seconds = 0.0
+        self.pictures = 0
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.schedule.get_last_lr()[0])
+
+    @property
+    def pictures_per_second(self) -> float:
+        return self.pictures / max(self.seconds, 1e-9)
+
+    def step(self, step: int) -> tuple[float, float]:
+        """Take one optimiser step; return the mean loss of its batches and the gradient's norm."""
+        began = time.perf_counter()
+        losses = []
+        for _ in range(self.config.gradient_accumulation):
+            with self.accelerator.accumulate(self.model):
+                batch = next(self.batches)
+                loss = self.objective(self.model, batch)
+                losses.append(self._check_loss(loss, step))
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    grad_norm = self._clip(step)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.pictures += len(batch["latents"]) * self.accelerator.num_processes
+        if not self.accelerator.optimizer_step_was_skipped:
+            self.schedule.step()
+        self.seconds += time.perf_counter() - began
+        return sum(losses) / len(losses), grad_norm
+
+    def checkpoint(self, step: int) -> None:
+        """Write a checkpoint from the main process."""
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            write_checkpoint(
+                self.accelerator.unwrap_model(self.model),
+                self._checkpoint_folder,
+                step=step,
+                mode=self.config.mode,
+                keep=self.config.keep_checkpoints,
+                base_model=self.config.model if isinstance(self.config.model, str) else None,
+            )
+        self.accelerator.wait_for_everyone()
+
+    def restore_forward(self) -> None:
+        """Take autocast off the transformer."""
+        # Accelerate's own way takes diffusers' decorators off too, and with them the LoRA scale.
+        attributes = vars(self.accelerator.unwrap_model(self.model))
+        attributes.pop("_original_forward", None)
+        attributes.pop("forward", None)
+        if self._forward is not None:
+            attributes["forward"] = self._forward
+
+    def finish(self) -> nn.Module:
+        """Return the transformer in eval mode, once every process is done."""
+        self.accelerator.wait_for_everyone()
+        return self.accelerator.unwrap_model(self.model).eval()
+
+    @property
+    def _checkpoint_folder(self) -> Path:
+        return self.config.output / "checkpoints"
+
+    def _check_loss(self, loss: Tensor, step: int) -> float:
+        # Averaged over processes, so that all of them stop at the same step.
+        value = float(self.accelerator.reduce(loss.detach().float(), reduction="mean"))
+        if not torch.isfinite(torch.tensor(value)):
+            self._stop(f"the loss is {value}", step)
+        return value
+
+    def _clip(self, step: int) -> float:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        norm = float(self.accelerator.clip_grad_norm_(trained, self.config.optimizer.max_grad_norm))
+        # With fp16 an overflow is expected now and then: the scaler skips that step and lowers its scale.
+        if self.accelerator.scaler is None and not torch.isfinite(torch.tensor(norm)):
+            self._stop(f"the gradient's norm is {norm}", step)
+        return norm
+
+    def _stop(self, what: str, step: int) -> None:
+        kept = checkpoints(self._checkpoint_folder)
+        raise TrainingDivergedError(
+            f"{what} at step {step} (learning rate {self.learning_rate:.2e}); "
+            + (f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet")
+            + ". Lower optimizer.learning_rate, or use precision: bf16 or no if this run used fp16"
+        )
+
+
+def make_loader(pictures: EncodedPictures, batch_size: int, *, seed: int) -> DataLoader[dict[str, Tensor]]:
+    """Build a shuffling loader whose order depends on the seed alone; a last, smaller batch is left out."""
+    sampler = RandomSampler(pictures, generator=torch.Generator().manual_seed(seed))
+    full = len(pictures) >= batch_size
+    return DataLoader(pictures, batch_size=min(batch_size, len(pictures)), sampler=sampler, drop_last=full)
+
+
+def _endless(loader: Any) -> Iterator[dict[str, Tensor]]:
+    while True:
+        yield from loader

@@ -1,0 +1,74 @@
+"""What trains, and how its weights are updated."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import torch
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import cast_training_params
+from timm.optim import create_optimizer_v2, list_optimizers
+from torch import nn
+
+from mmpreproj.patching.lifecycle import is_patched, parameters
+from mmpreproj.training.config import ConfigError, OptimizerConfig
+
+
+def select_trainable(transformer: nn.Module, mode: Literal["probe", "full"]) -> None:
+    """Thaw the adapter alone (`probe`) or everything (`full`); what trains becomes fp32.
+
+    Raises:
+        ValueError: in mode `probe`, if the transformer carries no adapter.
+    """
+    if mode == "probe" and not is_patched(transformer):
+        raise ValueError(
+            f"mode 'probe' trains an adapter, but this {type(transformer).__name__} is not patched; call "
+            "mmpreproj.patch(transformer, config) first"
+        )
+    transformer.requires_grad_(mode == "full")
+    if mode == "probe":
+        for parameter in parameters(transformer):
+            parameter.requires_grad_(True)
+    cast_training_params(transformer, dtype=torch.float32)
+
+
+def parameter_groups(transformer: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Group what trains by learning rate (adapter, base) and weight decay (matrices, the rest)."""
+    added = {id(parameter) for parameter in parameters(transformer)} if is_patched(transformer) else set()
+    rates = {False: config.learning_rate, True: config.adapter_learning_rate or config.learning_rate}
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            groups.setdefault((id(parameter) in added, parameter.ndim > 1), []).append(parameter)
+    return [
+        {"params": members, "lr": rates[is_adapter], "weight_decay": config.weight_decay if is_matrix else 0.0}
+        for (is_adapter, is_matrix), members in groups.items()
+    ]
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Refuse the name of an optimiser that there is not.
+
+    Raises:
+        ConfigError: if timm knows no optimiser of that name.
+    """
+    known = [str(name) for name in list_optimizers()]
+    if config.name not in known:
+        nearest = get_close_matches(config.name, known, n=3) or known[:8]
+        raise ConfigError(f"optimizer.name: timm has no optimiser {config.name!r}; it has {', '.join(nearest)}, …")
+
+
+def make_optimizer(transformer: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Build the optimiser from timm's factory; see `check_optimizer` for errors."""
+    check_optimizer(config)
+    settings: dict[str, Any] = {"betas": config.betas} if "adam" in config.name else {}
+    if config.name in ("adam", "adamw"):
+        settings["fused"] = True  # one pass over the weights, on CPUs too
+    groups = parameter_groups(transformer, config)
+    return create_optimizer_v2(groups, opt=config.name, lr=config.learning_rate, weight_decay=0.0, **settings)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, *, warmup_steps: int, steps: int) -> Any:
+    """Build linear warm-up followed by a cosine to 0, in optimiser steps."""
+    return get_scheduler("cosine", optimizer, num_warmup_steps=min(warmup_steps, steps // 2), num_training_steps=steps)
