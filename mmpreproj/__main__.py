@@ -1,0 +1,5 @@
+"""`python -m mmpreproj`, and `accelerate launch -m mmpreproj`."""
+
+from mmpreproj.cli import main
+
+main()

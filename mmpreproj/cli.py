@@ -1,0 +1,216 @@
+"""The command line: `mmpreproj quickstart | train | generate | inspect`.
+
+Heavy imports happen inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+import typer
+
+from mmpreproj import __version__
+
+app = typer.Typer(
+    name="mmpreproj",
+    help="Pre-projection and content skip for multimodal diffusion transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+_settings = {"traceback": False}
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class Precision(str, Enum):
+    """Dtype of the weights when generating."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"mmpreproj {__version__}")
+        raise typer.Exit
+
+
+def _reports_errors(command: _Command) -> _Command:
+    """Turn errors that a user can mend into one message and exit status 1."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _quieten_libraries()
+        try:
+            return command(*args, **kwargs)
+        except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+            if _settings["traceback"]:
+                raise
+            typer.secho(f"mmpreproj: {error}", err=True, fg="red")
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            typer.secho("mmpreproj: stopped", err=True, fg="red")
+            raise typer.Exit(130) from None
+
+    return cast(_Command, wrapped)
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+) -> None:
+    """Pre-projection and content skip for multimodal diffusion transformers."""
+    _settings["traceback"] = traceback
+
+
+@app.command()
+@_reports_errors
+def quickstart(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Changes to configs/quickstart.yaml, e.g. steps=200."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the results.  [default: runs/quickstart]")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results of an earlier run.")] = False,
+) -> None:
+    """Train a small model on 1,600 captioned drawings and generate a picture grid: about ten minutes on two CPU cores.
+
+    Writes the model, `grid.png`, `loss.png`, `profile.png`, `metrics.jsonl` and `report.md`. Needs the `demo` extra,
+    and no network.
+    """
+    from mmpreproj.recipes.quickstart import quickstart_config, run_quickstart
+
+    changes = [*(overrides or []), *([f"output={json.dumps(str(output))}"] if output else [])]
+    settings = quickstart_config(changes)
+    _hide_loading_bars()
+    report = run_quickstart(settings, overwrite=overwrite)
+    typer.echo(f"report: {report}\npictures: {report.parent / 'grid.png'}")
+
+
+@app.command()
+@_reports_errors
+def train(
+    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/sd3_medium_probe.yaml.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Changes, e.g. optimizer.learning_rate=1e-3 data.folder=pics."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results of an earlier run.")] = False,
+) -> None:
+    """Train on captioned pictures as a configuration says.
+
+    The data is a folder of pictures with `metadata.jsonl` or `metadata.csv` (columns `file_name` and `text`). Mode
+    `probe` trains the adapter alone, `full` the whole transformer. For several processes:
+    `accelerate launch -m mmpreproj train CONFIG.yaml`.
+    """
+    from mmpreproj.training.config import read_config
+
+    settings = read_config(config, overrides or [])  # a mistake in it is answered before the heavy imports
+    from mmpreproj.recipes.train import run_training
+
+    _hide_loading_bars()
+    run = run_training(settings, overwrite=overwrite)
+    held_out = "" if run.held_out_loss is None else f"held-out loss: {run.held_out_loss:.4f}\n"
+    typer.echo(f"{held_out}saved: {run.saved}")
+
+
+@app.command()
+@_reports_errors
+def generate(
+    model: Annotated[str, typer.Option(help="A pipeline's folder or hub id, or the folder of a trained adapter.")],
+    prompt: Annotated[list[str], typer.Option(help="What to show; may be given several times.")],
+    adapter: Annotated[str | None, typer.Option(help="An adapter's folder or hub id, to put onto --model.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for single pictures.  [default: pictures, unless --grid is given]")
+    ] = None,
+    grid: Annotated[Path | None, typer.Option(help="A PNG file for all pictures together, labelled.")] = None,
+    negative_prompt: Annotated[str, typer.Option(help="What to steer away from.")] = "",
+    count: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture; the next ones count up.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 28,
+    guidance: Annotated[float, typer.Option(help="Classifier-free guidance scale; 1 for none.")] = 5.0,
+    size: Annotated[int | None, typer.Option(min=1, help="Side in pixels.  [default: the model's own]")] = None,
+    precision: Annotated[Precision, typer.Option(help="Dtype of the weights.")] = Precision.fp32,
+) -> None:
+    """Generate pictures with a trained model."""
+    import torch
+
+    from mmpreproj.recipes.figures import draw_grid
+    from mmpreproj.recipes.generate import (
+        Sampling,
+        best_device,
+        describe,
+        write_pictures,
+    )
+    from mmpreproj.recipes.generate import (
+        generate as make_pictures,
+    )
+
+    _hide_loading_bars()
+    from mmpreproj.recipes.loading import load_pipeline
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision.value]
+    pipeline = load_pipeline(model, adapter=adapter, dtype=dtype).to(best_device())
+    typer.echo(describe(pipeline), err=True)
+    sampling = Sampling(
+        steps=steps, guidance=guidance, negative_prompt=negative_prompt, count=count, seed=seed, size=size
+    )
+    rows = make_pictures(pipeline, prompt, sampling)
+    if grid is not None:
+        draw_grid(rows, grid)
+        typer.echo(str(grid))
+    if output is not None or grid is None:
+        for path in write_pictures(rows, output or Path("pictures"), seed=seed):
+            typer.echo(str(path))
+
+
+@app.command()
+@_reports_errors
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="An adapter's folder, or a pipeline's folder that holds one.")],
+) -> None:
+    """Show what is inside a saved adapter: base, blocks, sizes, and the skip profile."""
+    from mmpreproj.recipes.inspect import inspect_adapter
+    from mmpreproj.recipes.tables import print_summary
+
+    print_summary(inspect_adapter(folder))
+
+
+def _quieten_libraries() -> None:
+    """Keep the libraries' advice out of our own messages."""
+    import logging
+
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def _hide_loading_bars() -> None:
+    """Hide the bars of reading weights, a second each; downloads keep theirs."""
+    from diffusers.utils import logging as diffusers_logging
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    had_download_bars = not are_progress_bars_disabled()
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # hides downloads too
+    if had_download_bars:
+        enable_progress_bars()
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

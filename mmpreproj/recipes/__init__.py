@@ -1,0 +1,1 @@
+"""Whole jobs, put together from the packages below: a training run, generation, the quickstart."""

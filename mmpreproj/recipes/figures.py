@@ -1,0 +1,113 @@
+"""Pictures of a run: loss curves, skip profile, labelled grids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from PIL import Image
+
+from mmpreproj.patching.profile import Profile
+from mmpreproj.training.loop import StepRecord
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+TRAIN, HELD_OUT, INITIAL = "#9ab6d3", "#b3282d", "#e08a2e"
+
+
+def draw_loss_curves(history: Sequence[StepRecord], path: Path, *, window: int = 25) -> None:
+    """Draw training loss (each step, and the mean over a window) and held-out loss against steps.
+
+    Args:
+        history: the run's records.
+        path: a PNG file.
+        window: length of the running mean, in steps.
+    """
+    train = [(record.step, record.loss) for record in history if record.loss is not None]
+    held_out = [(record.step, record.held_out) for record in history if record.held_out is not None]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    steps, losses = [step for step, _ in train], [loss for _, loss in train]
+    axes.plot(steps, losses, color=TRAIN, linewidth=0.6, label="training, each step")
+    smooth = [sum(losses[max(0, end - window) : end]) / min(end, window) for end in range(1, len(losses) + 1)]
+    axes.plot(steps, smooth, color="#2b5d8c", linewidth=1.6, label=f"training, mean of {window} steps")
+    if held_out:
+        label = f"held out, {held_out[-1][1]:.4f} at the end"
+        axes.plot(*zip(*held_out, strict=True), color=HELD_OUT, marker="o", markersize=4, label=label)
+    axes.set(xlabel="optimiser steps", ylabel="flow loss (mean squared error of ε − x)", yscale="log")
+    axes.set_ylim(top=min(max(losses), 2.0) * 1.1)
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%.2g"))
+    axes.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%.2g"))
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(frameon=False)
+    _write(figure, path)
+
+
+def draw_profile(profile: Profile, path: Path) -> None:
+    """Draw `‖W_skip‖_F` and `‖W_down‖_F` per block, with their initial values as ticks across the bars."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    labels = [_row_label(row.block, row.attention, row.weights) for row in profile]
+    columns = (
+        ("‖W_skip‖, content skip", [(row.skip, row.skip_initial) for row in profile]),
+        ("‖W_down‖, pre-projection", [(row.down, row.down_initial) for row in profile]),
+    )
+    for axes, (title, values) in zip(panels, columns, strict=True):
+        places, now, start = (
+            range(len(labels)),
+            [now or 0.0 for now, _ in values],
+            [first or 0.0 for _, first in values],
+        )
+        axes.bar(places, now, color="#2b5d8c", label="now")
+        axes.scatter(places, start, color=INITIAL, marker="_", s=200, label="at the start")
+        axes.set_xticks(places, labels)
+        axes.set(title=f"{title} (Frobenius norm)", xlabel="block", ylim=(0, 1.25 * max([*now, *start, 1e-12])))
+        axes.legend(frameon=False, loc="upper center", ncols=2)
+    _write(figure, path)
+
+
+def draw_grid(rows: Sequence[tuple[str, Sequence[Image.Image]]], path: Path, *, cell: int = 96) -> None:
+    """Draw pictures in rows, each row labelled with its prompt.
+
+    Args:
+        rows: prompt and pictures of each row.
+        path: a PNG file.
+        cell: side of a picture in the grid, in pixels; small pictures are enlarged without smoothing.
+
+    Raises:
+        ValueError: if there is nothing to draw.
+    """
+    if not rows or not all(pictures for _, pictures in rows):
+        raise ValueError("a grid needs at least one row, and a picture in each")
+    columns = max(len(pictures) for _, pictures in rows)
+    inch = cell / 100
+    figure, axes = plt.subplots(
+        len(rows), columns, figsize=(columns * inch + 1.8, len(rows) * inch), squeeze=False, dpi=100
+    )
+    figure.subplots_adjust(left=1.7 / (columns * inch + 1.8), right=0.995, top=0.995, bottom=0.005, wspace=0.06)
+    for line, (prompt, pictures) in zip(axes, rows, strict=True):
+        for place, panel in enumerate(line):
+            panel.axis("off")
+            if place < len(pictures):
+                small = max(pictures[place].size) < cell
+                panel.imshow(pictures[place], interpolation="nearest" if small else "antialiased")
+        line[0].text(-0.12, 0.5, _wrap(prompt), transform=line[0].transAxes, ha="right", va="center", fontsize=9)
+    _write(figure, path)
+
+
+def _row_label(block: int, attention: str, weights: str) -> str:
+    label = str(block) if attention == "attn" else f"{block} {attention}"
+    return label if weights == "shared" else f"{label}\n{weights}"
+
+
+def _wrap(text: str, width: int = 20, lines: int = 5) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" …")) or "(empty prompt)"
+
+
+def _write(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)

@@ -1,0 +1,88 @@
+"""What is inside a saved adapter."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mmpreproj.patching.hooks import CHILD
+from mmpreproj.patching.profile import Profile, rows_from_norms
+from mmpreproj.patching.storage import CONFIG_NAME, WEIGHTS_NAME, SavedAdapter, read_config, read_weights
+from mmpreproj.pipelines.adapter_folder import ADAPTER_FOLDER
+
+KEY = re.compile(rf".+\.\d+\.\w+\.{CHILD}\.(pre_projection|content_skip)\.\w+\.\w+\.weight")
+PARTS = {"pre_projection": ("down", "down.weight"), "content_skip": ("skip", "map.weight")}
+
+
+@dataclass(frozen=True)
+class AdapterSummary:
+    """The contents of an adapter's folder.
+
+    Attributes:
+        folder: where the two files are.
+        saved: what `adapter_config.json` says.
+        profile: norms now and at the start.
+        parameters: number of values.
+        dtypes: dtypes of the weights.
+        bytes: size of the weights' file.
+    """
+
+    folder: Path
+    saved: SavedAdapter
+    profile: Profile
+    parameters: int
+    dtypes: tuple[str, ...]
+    bytes: int
+
+
+def inspect_adapter(folder: str | Path) -> AdapterSummary:
+    """Read an adapter's folder, or a pipeline's folder that holds one.
+
+    Raises:
+        FileNotFoundError: if there is no adapter.
+        ValueError: if a file is damaged or foreign.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    candidates = (folder, folder / ADAPTER_FOLDER, folder / "model" / ADAPTER_FOLDER, folder / "adapter")
+    home = next((path for path in candidates if (path / CONFIG_NAME).is_file()), folder)
+    saved, weights = read_config(home), read_weights(home)
+    _check_keys(weights, home)
+    return AdapterSummary(
+        folder=home,
+        saved=saved,
+        profile=_profile(weights, saved),
+        parameters=sum(weight.numel() for weight in weights.values()),
+        dtypes=tuple(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})),
+        bytes=(home / WEIGHTS_NAME).stat().st_size,
+    )
+
+
+def _check_keys(weights: dict[str, torch.Tensor], home: Path) -> None:
+    foreign = sorted(key for key in weights if not KEY.fullmatch(key))
+    if foreign or not weights:
+        raise ValueError(
+            f"{home / WEIGHTS_NAME} is not of an mmpreproj adapter: it holds {foreign[:3] or 'no weights'}, expected "
+            f"keys such as transformer_blocks.0.attn.{CHILD}.content_skip.shared.map.weight"
+        )
+
+
+def _profile(weights: dict[str, torch.Tensor], saved: SavedAdapter) -> Profile:
+    norms: dict[str, dict] = {}
+    for key, weight in weights.items():
+        path, _, rest = key.partition(f".{CHILD}.")
+        part, name, tail = rest.split(".", 2)
+        column, wanted = PARTS[part]
+        site = norms.setdefault(path, {"down": {}, "skip": {}})
+        if tail == wanted:
+            site[column][name] = float(torch.linalg.vector_norm(weight.float()))
+    unknown: dict[str, dict] = {"down": {}, "skip": {}}
+    paths = sorted(norms, key=lambda path: [int(part) if part.isdigit() else part for part in path.split(".")])
+    rows = [
+        row for path in paths for row in rows_from_norms(path, norms[path], saved.initial_norms.get(path, unknown))
+    ]
+    return Profile(tuple(rows))

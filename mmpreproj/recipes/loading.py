@@ -1,0 +1,70 @@
+"""Models from where people keep them: a pipeline's folder, an adapter's folder, or a hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mmpreproj.patching.storage import CONFIG_NAME, load, read_config
+from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
+
+
+def open_pipeline(model: str, *, dtype: torch.dtype) -> PreProjSD3Pipeline:
+    """Load a pipeline, with the adapter it may carry.
+
+    Args:
+        model: a pipeline's folder or hub id.
+        dtype: of the weights.
+
+    Raises:
+        FileNotFoundError: if there is no pipeline at `model`.
+    """
+    folder = Path(model)
+    if folder.exists() and not (folder / "model_index.json").is_file():
+        raise FileNotFoundError(
+            f"{model} holds neither a pipeline (model_index.json) nor an adapter ({CONFIG_NAME}); a run's folder has "
+            "its model in model/ and its adapter in adapter/"
+        )
+    try:
+        return PreProjSD3Pipeline.from_pretrained(model, dtype=dtype)
+    except OSError as error:
+        if folder.exists():
+            raise
+        reason = str(error).splitlines()[0]
+        raise FileNotFoundError(
+            f"no model at {model!r}: there is no such folder, and from the hub: {reason}"
+        ) from error
+
+
+def load_pipeline(model: str, *, adapter: str | None = None, dtype: torch.dtype = torch.float32) -> PreProjSD3Pipeline:
+    """Load a pipeline, and an adapter onto it.
+
+    Args:
+        model: a pipeline's folder or hub id; or an adapter's folder, whose base is then loaded from where its
+            `adapter_config.json` says.
+        adapter: an adapter's folder or hub id, for a `model` that carries none.
+        dtype: of the weights.
+
+    Raises:
+        FileNotFoundError: if there is neither a pipeline nor an adapter at `model`.
+        ValueError: if the adapter does not say where its base is, or `model` carries one already.
+    """
+    folder = Path(model)
+    if (folder / CONFIG_NAME).is_file():
+        if adapter is not None:
+            raise ValueError(f"{model} is an adapter itself; give its base as --model, or leave --adapter out")
+        model, adapter = _base_of(folder), model
+    pipeline = open_pipeline(model, dtype=dtype)
+    if adapter is not None:
+        load(pipeline.transformer, adapter)
+    return pipeline
+
+
+def _base_of(folder: Path) -> str:
+    base = read_config(folder).base.name_or_path
+    if not base:
+        raise ValueError(
+            f"{folder / CONFIG_NAME} does not say where its base is; name the base as --model, {folder} as --adapter"
+        )
+    return base

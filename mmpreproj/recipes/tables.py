@@ -1,0 +1,38 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from mmpreproj.patching.profile import Profile, format_norm
+from mmpreproj.recipes.inspect import AdapterSummary
+
+
+def print_summary(summary: AdapterSummary, console: Console | None = None) -> None:
+    """Print what is inside a saved adapter."""
+    console = console or Console()
+    saved, base = summary.saved, summary.saved.base
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    blocks = sorted({row.block for row in summary.profile})
+    for label, value in (
+        ("adapter", str(summary.folder)),
+        ("base", f"{base.model_class}, width {base.width}, depth {base.depth}, {base.heads} heads"),
+        ("base model", base.name_or_path or "not recorded"),
+        ("blocks", f"{len(blocks)} of {base.depth}: {', '.join(map(str, blocks))}"),
+        ("parameters", f"{summary.parameters:,} ({', '.join(summary.dtypes)}, {summary.bytes / 1e6:.1f} MB)"),
+        ("config", ", ".join(f"{key}={value}" for key, value in saved.config.to_dict().items())),
+        ("written by", f"mmpreproj {saved.library_version}"),
+    ):
+        facts.add_row(label, value)
+    console.print(facts, highlight=False)
+    console.print(profile_table(summary.profile), highlight=False)
+
+
+def profile_table(profile: Profile) -> Table:
+    """Build a table of the skip profile."""
+    table = Table("block", "attention", "weights", "‖W_skip‖", "‖W_down‖", title="skip profile (Frobenius norms)")
+    for row in profile:
+        skip, down = format_norm(row.skip, row.skip_initial), format_norm(row.down, row.down_initial)
+        table.add_row(str(row.block), row.attention, row.weights, skip, down)
+    return table

@@ -1,0 +1,283 @@
+"""A training run from its configuration: data, model, training, and what is left on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from diffusers.training_utils import free_memory
+from rich.console import Console
+
+from mmpreproj.data.encoding import EncodedPictures, encode_pictures, split_held_out
+from mmpreproj.data.folder import FolderSource
+from mmpreproj.data.openmoji import OpenMojiSource
+from mmpreproj.data.pictures import PictureSource, SkippedPicture
+from mmpreproj.patching.lifecycle import adapters, is_patched, patch, report
+from mmpreproj.patching.profile import profile
+from mmpreproj.patching.storage import adapter_config, save
+from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
+from mmpreproj.recipes.figures import draw_loss_curves, draw_profile
+from mmpreproj.recipes.loading import open_pipeline
+from mmpreproj.recipes.progress import Reporter
+from mmpreproj.recipes.scratch import build_pipeline
+from mmpreproj.training.checkpoints import checkpoints
+from mmpreproj.training.config import ConfigError, DataConfig, ScratchModel, TrainConfig, write_config
+from mmpreproj.training.loop import StepRecord, make_accelerator, train
+from mmpreproj.training.optimisation import check_optimizer
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ENCODERS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+@dataclass
+class TrainingRun:
+    """What a run gave.
+
+    Attributes:
+        config: its configuration.
+        pipeline: with the trained transformer.
+        saved: the folder of the model (mode `full`) or of the adapter (mode `probe`).
+        history: one record per step, and one of step 0 where there are held-out pictures.
+        skipped: pictures that could not be read.
+        counts: pictures trained on, and held out.
+        seconds: wall-clock time of each stage.
+    """
+
+    config: TrainConfig
+    pipeline: PreProjSD3Pipeline
+    saved: Path
+    history: list[StepRecord]
+    skipped: tuple[SkippedPicture, ...]
+    counts: tuple[int, int]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def held_out_loss(self) -> float | None:
+        """The last held-out loss."""
+        return next((record.held_out for record in reversed(self.history) if record.held_out is not None), None)
+
+
+def run_training(config: TrainConfig, *, console: Console | None = None, overwrite: bool = False) -> TrainingRun:
+    """Train as a configuration says and write everything below `config.output`.
+
+    Written are `config.yaml`, `metrics.jsonl` (as it goes), `loss.png`, `profile.png`, `checkpoints/`, and at the end
+    `adapter/` (mode `probe`) or `model/`, a pipeline folder (mode `full`).
+
+    Args:
+        config: the run's settings.
+        console: where progress is shown; None for standard error.
+        overwrite: replace what an earlier run left in `config.output`.
+
+    Raises:
+        ConfigError: if the configuration does not fit this machine, model or output folder.
+        FileNotFoundError: if data or model are not where the configuration says.
+        ValueError: if the data cannot be used.
+        TrainingDivergedError: if the loss is not finite; checkpoints and metrics so far are kept.
+    """
+    accelerator = make_accelerator(config)
+    check_optimizer(config.optimizer)
+    check_output(config.output, overwrite=overwrite)
+    seconds: dict[str, float] = {}
+    with Reporter(console or Console(stderr=True), show=accelerator.is_main_process) as reporter:
+        source = open_source(config.data)
+        _split(source.captions, config)  # refused now rather than when every picture has been encoded
+        set_seed(config.seed)
+        with _timed(seconds, "model"):
+            pipeline = prepare_pipeline(config, reporter)
+        with _timed(seconds, "encoding"):
+            pictures = _encode(pipeline, source, config, accelerator=accelerator, reporter=reporter)
+        train_indices, held_indices = _split(pictures.captions, config)
+        splits = pictures.subset(train_indices), pictures.subset(held_indices)
+        with _timed(seconds, "training"):
+            history = _train(pipeline, splits, config, accelerator=accelerator, reporter=reporter)
+        run = TrainingRun(
+            config=config,
+            pipeline=pipeline,
+            saved=config.output / ("adapter" if config.mode == "probe" else "model"),
+            history=history,
+            skipped=pictures.skipped,
+            counts=(len(train_indices), len(held_indices)),
+            seconds=seconds,
+        )
+        if accelerator.is_main_process:
+            write_results(run)
+            _say_skipped(pictures.skipped, reporter)
+    accelerator.wait_for_everyone()
+    return run
+
+
+def open_source(data: DataConfig) -> PictureSource:
+    """Open the pictures that a configuration names; see `FolderSource` and `OpenMojiSource` for errors."""
+    if data.source == "openmoji":
+        return OpenMojiSource(render_size=max(64, data.resolution))
+    if data.folder is None:
+        raise ConfigError("data.folder: missing; source 'folder' needs it")
+    return FolderSource(data.folder, caption_column=data.caption_column)
+
+
+def prepare_pipeline(config: TrainConfig, reporter: Reporter) -> PreProjSD3Pipeline:
+    """Load or build the pipeline and patch its transformer.
+
+    Raises:
+        ConfigError: if the picture size does not fit, or the model carries an adapter of another configuration.
+    """
+    if isinstance(config.model, ScratchModel):
+        pipeline = build_pipeline(config.model, resolution=config.data.resolution)
+    else:
+        dtype = DTYPES[config.precision] if config.mode == "probe" else torch.float32
+        pipeline = open_pipeline(config.model, dtype=dtype)
+    multiple = pipeline.vae_scale_factor * pipeline.transformer.config.patch_size
+    if config.data.resolution % multiple:
+        raise ConfigError(
+            f"data.resolution: {config.data.resolution} pixels cannot be cut into patches; this model takes multiples "
+            f"of {multiple}"
+        )
+    if config.adapter is None and is_patched(pipeline.transformer):
+        raise ConfigError(
+            f"adapter: null trains a stock model, but the model in {config.model} carries an adapter; give the "
+            "adapter's settings to train it on, or name the base without it"
+        )
+    if config.adapter is not None:
+        _patch_or_continue(pipeline, config)
+        lines = str(report(pipeline.transformer)).splitlines()
+        reporter.say(lines[0])
+    return pipeline
+
+
+def check_output(folder: Path, *, overwrite: bool) -> None:
+    """Refuse a folder with an earlier run's results.
+
+    Raises:
+        ConfigError: if there are results and `overwrite` is false, or the path is a file.
+    """
+    if folder.is_file():
+        raise ConfigError(f"output: {folder} is a file; name a folder")
+    if any(path.exists() for path in _results(folder)) and not overwrite:
+        raise ConfigError(f"output: {folder} holds the results of an earlier run; choose another, or add --overwrite")
+
+
+def clear_output(folder: Path) -> None:
+    """Make the folder, and remove what an earlier run left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in _results(folder):
+        shutil.rmtree(path, ignore_errors=True)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+
+
+def write_results(run: TrainingRun) -> None:
+    """Write the trained weights, the configuration and the figures."""
+    config, transformer = run.config, run.pipeline.transformer
+    if config.mode == "probe":
+        save(transformer, run.saved, base_model=str(config.model))
+    else:
+        partial = run.saved.with_name(f".{run.saved.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        run.pipeline.save_pretrained(partial)
+        os.replace(partial, run.saved)  # so that a folder called model is a whole one
+    draw_loss_curves(run.history, config.output / "loss.png")
+    if is_patched(transformer):
+        draw_profile(profile(transformer), config.output / "profile.png")
+
+
+def _results(folder: Path) -> list[Path]:
+    return [folder / "model", folder / "adapter", *checkpoints(folder / "checkpoints")]
+
+
+def _split(captions: Sequence[str], config: TrainConfig) -> tuple[list[int], list[int]]:
+    data = config.data
+    return split_held_out(captions, data.held_out, seed=config.seed, always_train=data.always_train)
+
+
+def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
+    if not is_patched(pipeline.transformer):
+        patch(pipeline.transformer, config.adapter)
+        return
+    (name,) = adapters(pipeline.transformer)
+    found = adapter_config(pipeline.transformer, name)
+    if found != config.adapter:
+        raise ConfigError(
+            f"adapter: the model in {config.model} carries an adapter already, made with {found}; to train it on, "
+            "give the same settings, to start anew, name the base without it"
+        )
+
+
+def _encode(
+    pipeline: PreProjSD3Pipeline,
+    source: PictureSource,
+    config: TrainConfig,
+    *,
+    accelerator: Accelerator,
+    reporter: Reporter,
+) -> EncodedPictures:
+    encoders = [module for name in ENCODERS if (module := getattr(pipeline, name)) is not None]
+    for module in encoders:
+        module.requires_grad_(False).eval().to(accelerator.device)
+    pictures = encode_pictures(
+        pipeline,
+        source,
+        resolution=config.data.resolution,
+        max_sequence_length=config.max_sequence_length,
+        device=accelerator.device,
+        on_progress=lambda stage, done, total: reporter.stage(stage, done, total),
+    )
+    for module in encoders:
+        module.to("cpu")
+    free_memory()
+    return pictures
+
+
+def _train(
+    pipeline: PreProjSD3Pipeline,
+    splits: tuple[EncodedPictures, EncodedPictures],
+    config: TrainConfig,
+    *,
+    accelerator: Accelerator,
+    reporter: Reporter,
+) -> list[StepRecord]:
+    history: list[StepRecord] = []
+
+    def on_step(record: StepRecord) -> None:
+        history.append(record)
+        reporter.step(record, config.steps)
+        if accelerator.is_main_process:
+            with (config.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+
+    if accelerator.is_main_process:
+        clear_output(config.output)  # only now: nothing that is refused costs an earlier run's results
+        write_config(config, config.output / "config.yaml")
+    pipeline.transformer = train(
+        pipeline.transformer,
+        splits[0],
+        config,
+        accelerator=accelerator,
+        held_out=splits[1],
+        shift=pipeline.scheduler.config.get("shift", 1.0),
+        timesteps=pipeline.scheduler.config.num_train_timesteps,
+        on_step=on_step,
+    )
+    return history
+
+
+def _say_skipped(skipped: tuple[SkippedPicture, ...], reporter: Reporter) -> None:
+    if skipped:
+        pictures = "1 picture" if len(skipped) == 1 else f"{len(skipped)} pictures"
+        reporter.say(f"{pictures} could not be read and left out:")
+    for picture in skipped:
+        reporter.say(f"  {picture.name}: {picture.reason}")
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - began

@@ -1,0 +1,193 @@
+"""Pictures from a saved model: what is found, what is drawn, what the files are called."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import mmpreproj
+from mmpreproj.pipelines import PreProjSD3Pipeline
+from mmpreproj.recipes.generate import Sampling, best_device, describe, generate, write_pictures
+from mmpreproj.recipes.loading import load_pipeline
+
+
+@pytest.fixture
+def adapter(trained):
+    return trained["probe"][0].saved
+
+
+@pytest.fixture
+def pipeline(base):
+    pipe = PreProjSD3Pipeline.from_pretrained(base)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def adapter_of(pipeline):
+    return {name: value.detach().float() for name, value in mmpreproj.named_parameters(pipeline.transformer)}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def pixels(images):
+    return np.stack([np.asarray(image) for image in images]).astype(int)
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapters_folder_finds_its_base(trained, adapter):
+    pipeline = load_pipeline(str(adapter))
+    assert same(adapter_of(pipeline), adapter_of(trained["probe"][0].pipeline))
+
+
+def test_an_adapter_is_put_onto_a_base(trained, adapter, base):
+    assert same(adapter_of(load_pipeline(str(base), adapter=str(adapter))), adapter_of(load_pipeline(str(adapter))))
+
+
+def test_a_pipelines_folder_comes_with_its_adapter_if_it_has_one(trained, base):
+    run, _ = trained["full"]
+    assert same(adapter_of(load_pipeline(str(run.saved))), adapter_of(run.pipeline))
+    assert not mmpreproj.is_patched(load_pipeline(str(base)).transformer)
+
+
+def test_weights_take_the_dtype_asked_for(adapter):
+    transformer = load_pipeline(str(adapter), dtype=torch.bfloat16).transformer
+    assert {parameter.dtype for parameter in transformer.parameters()} == {torch.bfloat16}
+
+
+def test_a_folder_that_is_neither_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds neither a pipeline \(model_index.json\) nor an adapter"):
+        load_pipeline(str(tmp_path))
+
+
+def test_an_adapter_onto_an_adapter_is_refused(adapter):
+    with pytest.raises(ValueError, match="is an adapter itself; give its base as --model"):
+        load_pipeline(str(adapter), adapter=str(adapter))
+
+
+def test_an_adapter_onto_a_model_that_carries_one_is_refused(trained, adapter):
+    with pytest.raises(ValueError, match="already patched"):
+        load_pipeline(str(trained["full"][0].saved), adapter=str(adapter))
+
+
+def test_an_adapter_that_does_not_name_its_base_is_refused_with_the_way_out(adapter, tmp_path):
+    shutil.copytree(adapter, tmp_path / "lost")
+    path = tmp_path / "lost" / "adapter_config.json"
+    values = json.loads(path.read_text())
+    values["base"]["name_or_path"] = None
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"does not say where its base is; name the base as --model, .*--adapter"):
+        load_pipeline(str(tmp_path / "lost"))
+
+
+def test_an_adapters_base_that_has_moved_is_named(adapter, tmp_path):
+    shutil.copytree(adapter, tmp_path / "lost")
+    path = tmp_path / "lost" / "adapter_config.json"
+    values = json.loads(path.read_text())
+    values["base"]["name_or_path"] = str(tmp_path / "moved-away")
+    path.write_text(json.dumps(values))
+    with pytest.raises((OSError, ValueError), match="moved-away"):
+        load_pipeline(str(tmp_path / "lost"))
+
+
+def test_what_was_loaded_is_told_in_a_line(adapter, base):
+    assert "SD3Transformer2DModel with its adapter, " in describe(load_pipeline(str(adapter)))
+    assert "SD3Transformer2DModel without an adapter, " in describe(load_pipeline(str(base)))
+
+
+# --- generating ------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_picture_and_another_seed_another(pipeline):
+    def draw(seed):
+        return pixels(generate(pipeline, ["red apple"], Sampling(steps=3, seed=seed))[0][1])
+
+    assert np.array_equal(draw(1), draw(1))
+    assert not np.array_equal(draw(1), draw(2))
+
+
+def test_a_picture_does_not_depend_on_its_neighbours(pipeline):
+    many = generate(pipeline, ["green tree", "red apple"], Sampling(steps=3, seed=4, count=3))
+    assert [prompt for prompt, _ in many] == ["green tree", "red apple"]
+    assert [len(images) for _, images in many] == [3, 3]
+    for offset in range(3):
+        alone = generate(pipeline, ["red apple"], Sampling(steps=3, seed=4 + offset))[0][1]
+        assert np.abs(pixels(alone)[0] - pixels(many[1][1])[offset]).max() <= 1  # of 255: batches round differently
+    assert not np.array_equal(pixels(many[0][1]), pixels(many[1][1]))
+
+
+def test_global_randomness_is_neither_read_nor_touched(pipeline):
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = pixels(generate(pipeline, ["red apple"], Sampling(steps=2))[0][1])
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert np.array_equal(pixels(generate(pipeline, ["red apple"], Sampling(steps=2))[0][1]), first)
+
+
+@pytest.mark.parametrize("change", [{"guidance": 1.0}, {"negative_prompt": "green"}, {"steps": 4}, {"size": 12}])
+def test_every_setting_takes_effect(pipeline, change):
+    plain, changed = (
+        generate(pipeline, ["red apple"], Sampling(**({"steps": 3} | settings)))[0][1][0] for settings in ({}, change)
+    )
+    assert changed.size == (change.get("size", 8),) * 2
+    assert changed.size != plain.size or not np.array_equal(pixels([changed]), pixels([plain]))
+
+
+@pytest.mark.parametrize("name", ["steps", "count"])
+def test_fewer_than_one_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
+        Sampling(**{name: 0})
+
+
+def test_the_best_device_is_one_that_works():
+    assert torch.zeros(1, device=best_device()).device.type == best_device().type
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def shades(count, start=0):
+    return [Image.new("RGB", (2, 2), (start + index,) * 3) for index in range(count)]
+
+
+def test_files_are_called_by_prompt_and_seed(tmp_path):
+    paths = write_pictures([("Red apple!", shades(2)), ("é 🍎", shades(1))], tmp_path / "new" / "folder", seed=7)
+    assert [path.name for path in paths] == ["red-apple-7.png", "red-apple-8.png", "é-7.png"]
+    assert Image.open(paths[1]).getpixel((0, 0)) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        ("red apple", "red, apple", "Red Apple!", "red apple 2", "red apple"),
+        ("", "🍎", "!!!", "prompt", "prompt 2"),
+        ("sun 1", "sun", "sun-1"),
+        ("a" * 60 + " one", "a" * 60 + " two"),
+    ],
+)
+def test_no_picture_overwrites_another(tmp_path, prompts):
+    rows = [(prompt, shades(3, start=10 * place)) for place, prompt in enumerate(prompts)]
+    paths = write_pictures(rows, tmp_path)
+    assert len({path.name.lower() for path in paths}) == len(paths) == 3 * len(prompts)
+    found = [Image.open(path).getpixel((0, 0))[0] for path in paths]
+    assert found == [10 * place + offset for place in range(len(prompts)) for offset in range(3)]
+
+
+def test_names_stay_short_and_inside_the_folder(tmp_path):
+    (path, other) = write_pictures([("x/../../y " * 50, shades(1)), ("..", shades(1))], tmp_path)
+    assert path.parent == other.parent == tmp_path
+    assert len(path.name) < 80
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"no model at 'some/where': no such folder here, and on the hub"
+    ):
+        load_pipeline("some/where")

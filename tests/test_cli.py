@@ -1,0 +1,335 @@
+"""The command line: help that answers at once, errors in one message, and each command on a tiny model."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+import transformers
+import typer
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from diffusers import FlowMatchEulerDiscreteScheduler
+from huggingface_hub.utils import are_progress_bars_disabled
+from PIL import Image
+from transformers import BertConfig, BertModel, BertTokenizerFast
+from typer.testing import CliRunner
+
+import mmpreproj
+from mmpreproj.cli import app
+from mmpreproj.pipelines import PreProjSD3Pipeline
+from mmpreproj.recipes.scratch import build_transformer
+from mmpreproj.training.config import ScratchModel
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = typer.main.get_command(app).commands
+HEAVY = ("torch", "diffusers", "transformers", "accelerate", "matplotlib", "timm", "datasets")
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(monkeypatch):
+    """Start each command as its own process would."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def invoke(*arguments):
+    """Run a command in this process, on a wide terminal without colours."""
+    settings = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}
+    return CliRunner(env=settings).invoke(app, [str(argument) for argument in arguments])
+
+
+def python(*arguments, **settings):
+    """Run Python as a user would, from anywhere."""
+    environment = os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny pipeline on disk: eight pixels square, a BERT of three words."""
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "square"]
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    folder = tmp_path_factory.mktemp("cli") / "base"
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        transformer = build_transformer(ScratchModel(width=32, heads=2, depth=2), resolution=8, text_width=24)
+        for parameter in transformer.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        PreProjSD3Pipeline(
+            transformer=transformer,
+            scheduler=FlowMatchEulerDiscreteScheduler(),
+            text_encoder=BertModel(BertConfig(vocab_size=len(vocabulary), max_position_embeddings=8, **sizes)),
+            tokenizer=BertTokenizerFast(vocab={word: i for i, word in enumerate(vocabulary)}, model_max_length=6),
+        ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    transformer = PreProjSD3Pipeline.from_pretrained(base).transformer
+    mmpreproj.patch(transformer)
+    return mmpreproj.save(transformer, tmp_path / "adapter", base_model=str(base))
+
+
+@pytest.fixture
+def config(base, tmp_path):
+    """A configuration file for four pictures."""
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    lines = []
+    for index, colour in enumerate(("red", "green") * 2):
+        Image.new("RGB", (8, 8), colour).save(pictures / f"{index}.png")
+        lines.append(json.dumps({"file_name": f"{index}.png", "text": f"{colour} square"}))
+    (pictures / "metadata.jsonl").write_text("\n".join(lines))
+    values = {
+        "model": str(base),
+        "output": str(tmp_path / "run"),
+        "data": {"folder": str(pictures), "resolution": 8, "held_out": 1},
+        "steps": 50,
+        "batch_size": 2,
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert set(COMMANDS) == {"quickstart", "train", "generate", "inspect"}
+    assert all(re.search(rf"\b{name}\b", result.output) for name in COMMANDS)
+    assert "--version" in result.output
+    assert "--traceback" in result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_lists_and_explains_its_options(command):
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    for parameter in COMMANDS[command].params:
+        shown = [parameter.metavar] if parameter.metavar else parameter.opts
+        assert all(name.lower() in result.output.lower() for name in shown), shown
+        assert parameter.help, parameter.name
+        assert parameter.help[:20] in result.output, parameter.name
+    assert "[[" not in result.output
+
+
+def test_no_arguments_show_the_help():
+    assert "Usage" in invoke().output
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from mmpreproj.cli import app\n"
+        f"heavy = {HEAVY}\n"
+        "assert not [name for name in heavy if name in sys.modules], 'import'\n"
+        "for arguments in (['--help'], ['--version'], ['generate', '--help'], ['train', '--help']):\n"
+        "    try:\n"
+        "        app(arguments)\n"
+        "    except SystemExit as error:\n"
+        "        assert not error.code\n"
+        "print('heavy:', [name for name in heavy if name in sys.modules])\n"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_a_mistake_in_a_configuration_is_answered_without_heavy_imports(config):
+    code = (
+        "import sys\n"
+        "from mmpreproj.cli import app\n"
+        "try:\n"
+        f"    app(['train', {str(config)!r}, 'stps=3'])\n"
+        "except SystemExit as error:\n"
+        f"    print(error.code, [name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    assert python("-c", code).stdout.splitlines() == ["1 []"]
+
+
+def test_the_package_runs_as_a_module(tmp_path):
+    result = python("-m", "mmpreproj", "--help", cwd=tmp_path)
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in COMMANDS)
+
+
+def test_version_is_the_packages():
+    result = invoke("--version")
+    assert (result.exit_code, result.output) == (0, f"mmpreproj {mmpreproj.__version__}\n")
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def refused(*arguments):
+    """Run a command that must fail, and return its one message."""
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("mmpreproj: ")
+    assert "Traceback" not in result.output
+    return result.stderr
+
+
+def test_errors_are_one_message_and_exit_status_1(config, tmp_path):
+    assert "no configuration file" in refused("train", tmp_path / "nowhere.yaml")
+    assert "stps: unknown key; did you mean 'steps'?" in refused("train", config, "stps=3")
+    assert "data.resolution: 9 pixels" in refused("train", config, "data.resolution=9")
+    assert "there is no folder" in refused("inspect", tmp_path / "nowhere")
+    assert "holds neither a pipeline" in refused("generate", "--model", tmp_path, "--prompt", "x")
+    assert "stepz: unknown key" in refused("quickstart", "stepz=3")
+    assert not (tmp_path / "run").exists()
+
+
+def test_errors_of_a_real_process_have_no_traceback_unless_asked_for(tmp_path):
+    plain = python("-m", "mmpreproj", "train", "nowhere.yaml", cwd=tmp_path)
+    assert (plain.returncode, plain.stdout) == (1, "")
+    assert plain.stderr == "mmpreproj: there is no configuration file nowhere.yaml\n"
+    long = python("-m", "mmpreproj", "--traceback", "train", "nowhere.yaml", cwd=tmp_path)
+    assert long.returncode == 1
+    assert "Traceback (most recent call last)" in long.stderr
+    assert "FileNotFoundError: there is no configuration file nowhere.yaml" in long.stderr
+
+
+def test_traceback_is_for_one_run_only(tmp_path):
+    result = invoke("--traceback", "inspect", tmp_path / "nowhere")
+    assert isinstance(result.exception, FileNotFoundError)
+    refused("inspect", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("generate", "--prompt", "x"), "Missing option '--model'"),
+        (("generate", "--model", "m"), "Missing option '--prompt'"),
+        (("generate", "--model", "m", "--prompt", "x", "--steps", "0"), "--steps"),
+        (("generate", "--model", "m", "--prompt", "x", "--precision", "fp8"), "fp8"),
+        (("train",), "Missing argument"),
+        (("trian",), "No such command 'trian'"),
+    ],
+)
+def test_misuse_is_explained_with_exit_status_2(arguments, match):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert match in result.output
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def test_train_takes_overrides_and_says_where_the_result_is(config, tmp_path):
+    result = invoke("train", config, "steps=2", "optimizer.learning_rate=2e-3", "checkpoint_every=0")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"held-out loss: \d+\.\d{4}\n", result.stdout)
+    assert f"saved: {tmp_path / 'run' / 'adapter'}" in result.stdout
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (written["steps"], written["optimizer"]["learning_rate"]) == (2, 2e-3)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+    assert "add --overwrite" in refused("train", config, "steps=1")
+    again = invoke("train", config, "steps=1", "--overwrite", "data.held_out=0")
+    assert again.exit_code == 0, again.output
+    assert "held-out" not in again.stdout
+
+
+def test_train_generate_and_inspect_fit_together(config, tmp_path):
+    assert invoke("train", config, "steps=1", "mode=full", f"output={tmp_path / 'full'}").exit_code == 0
+    model = tmp_path / "full" / "model"
+    drawn = invoke("generate", "--model", model, "--prompt", "red square", "--steps", 2, "--output", tmp_path / "out")
+    assert drawn.exit_code == 0, drawn.output
+    assert "with its adapter" in drawn.stderr
+    assert "skip profile" in invoke("inspect", tmp_path / "full").stdout
+
+
+def test_loading_shows_no_bars_but_denoising_and_downloads_do(base, tmp_path):
+    diffusers.utils.logging.enable_progress_bar()
+    transformers.utils.logging.enable_progress_bar()
+    result = invoke("generate", "--model", base, "--prompt", "red", "--steps", 1, "--output", tmp_path)
+    assert "Loading" not in result.stderr
+    assert "1/1" in result.stderr
+    assert not are_progress_bars_disabled()
+
+
+def test_generate_writes_pictures_named_by_prompt_and_seed(adapter, tmp_path):
+    result = invoke(
+        *("generate", "--model", adapter, "--prompt", "red square", "--prompt", "green", "--count", 2, "--seed", 5),
+        *("--steps", 2, "--output", tmp_path / "out"),
+    )
+    assert result.exit_code == 0, result.output
+    names = ["red-square-5.png", "red-square-6.png", "green-5.png", "green-6.png"]
+    assert result.stdout.split() == [str(tmp_path / "out" / name) for name in names]
+    assert all(Image.open(path).size == (8, 8) for path in result.stdout.split())
+
+
+def test_generate_with_a_grid_writes_the_grid_alone_unless_told_otherwise(base, adapter, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = (
+        "generate",
+        "--model",
+        base,
+        "--adapter",
+        adapter,
+        "--prompt",
+        "red",
+        "--steps",
+        1,
+        "--grid",
+        "new/g.png",
+    )
+    result = invoke(*command)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split() == [os.path.join("new", "g.png")]
+    assert not (tmp_path / "pictures").exists()
+    assert invoke(*command, "--output", "out").stdout.split()[1:] == [os.path.join("out", "red-0.png")]
+    Image.open(tmp_path / "new" / "g.png").verify()
+
+
+def test_generate_writes_to_pictures_by_default(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("generate", "--model", base, "--prompt", "red", "--steps", 1, "--precision", "bf16")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "pictures" / "red-0.png").is_file()
+    assert "without an adapter" in result.stderr
+
+
+def test_inspect_shows_base_and_profile(adapter, base):
+    result = invoke("inspect", adapter)
+    assert result.exit_code == 0, result.output
+    assert "SD3Transformer2DModel, width 32, depth 2, 2 heads" in result.stdout
+    assert str(base) in result.stdout
+    norm = next(iter(mmpreproj.profile(with_adapter(base, adapter)))).skip
+    assert f"{norm:.4f} (from {norm:.4f})" in result.stdout
+
+
+def with_adapter(base, adapter):
+    transformer = PreProjSD3Pipeline.from_pretrained(base).transformer
+    mmpreproj.load(transformer, adapter)
+    return transformer
+
+
+@pytest.mark.parametrize("name", ["2024", "a: b", "null", "[x]", "with space"])
+def test_quickstart_takes_any_folder_as_output(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("a file where the folder would be")
+    assert f"output: {name} is a file" in refused("quickstart", "--output", name)
