@@ -195,7 +195,7 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         check_finite(
             latents,
             "latents before decoding",
-            f"denoising ran in {latents.dtype}. float16 overflows: load with torch_dtype=torch.bfloat16 or float32. "
+            f"denoising ran in {latents.dtype}. float16 overflows: load with dtype=torch.bfloat16 or float32. "
             "If it does in float32 too, the weights hold NaN or the guidance scale is far too high",
         )
         return latents if self.vae is None else decode_to_pixels(self.vae, latents)

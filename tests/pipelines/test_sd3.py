@@ -396,7 +396,7 @@ def test_variants_and_formats_pass_through(make_pixel_pipeline, load, draw, tmp_
 
 def test_the_dtype_asked_for_is_the_adapters_too(make_pixel_pipeline, load, draw, tmp_path):
     make_pixel_pipeline().save_pretrained(tmp_path / "model")
-    loaded = load(tmp_path / "model", torch_dtype=torch.bfloat16)
+    loaded = load(tmp_path / "model", dtype=torch.bfloat16)
     assert {value.dtype for value in adapter_of(loaded).values()} == {torch.bfloat16}
     assert np.isfinite(draw(loaded)).all()
 
