@@ -32,9 +32,7 @@ def open_pipeline(model: str, *, dtype: torch.dtype) -> PreProjSD3Pipeline:
         if folder.exists():
             raise
         reason = str(error).splitlines()[0]
-        raise FileNotFoundError(
-            f"no model at {model!r}: there is no such folder, and from the hub: {reason}"
-        ) from error
+        raise FileNotFoundError(f"no model at {model!r}: no such folder here, and on the hub: {reason}") from error
 
 
 def load_pipeline(model: str, *, adapter: str | None = None, dtype: torch.dtype = torch.float32) -> PreProjSD3Pipeline:

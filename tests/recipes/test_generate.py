@@ -187,7 +187,5 @@ def test_names_stay_short_and_inside_the_folder(tmp_path):
 
 
 def test_a_model_that_is_nowhere_is_named(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"no model at 'some/where': no such folder here, and on the hub"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no model at 'some/where': no such folder here, and on the hub"):
         load_pipeline("some/where")
