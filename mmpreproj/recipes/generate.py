@@ -81,8 +81,8 @@ def write_pictures(rows: Sequence[tuple[str, Sequence[Image.Image]]], folder: Pa
 
 def best_device() -> torch.device:
     """Choose the accelerator that is present, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if accelerator is None else accelerator
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else found
 
 
 def describe(pipeline: PreProjSD3Pipeline) -> str:
