@@ -11,7 +11,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from mmpreproj.patching.config import PreProjConfig
     from mmpreproj.patching.lifecycle import (
-        PatchReport,
         adapters,
         is_patched,
         named_parameters,
@@ -20,11 +19,12 @@ if TYPE_CHECKING:
         unpatch,
     )
     from mmpreproj.patching.profile import Profile, profile
+    from mmpreproj.patching.report import PatchReport
     from mmpreproj.patching.storage import load, save
 
 _HOMES = {
     "PreProjConfig": "patching.config",
-    "PatchReport": "patching.lifecycle",
+    "PatchReport": "patching.report",
     "adapters": "patching.lifecycle",
     "is_patched": "patching.lifecycle",
     "named_parameters": "patching.lifecycle",

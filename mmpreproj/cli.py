@@ -113,7 +113,7 @@ def train(
     `probe` trains the adapter alone, `full` the whole transformer. For several processes:
     `accelerate launch -m mmpreproj train CONFIG.yaml`.
     """
-    from mmpreproj.training.config import read_config
+    from mmpreproj.training.config_file import read_config
 
     settings = read_config(config, overrides or [])  # a mistake in it is answered before the heavy imports
     from mmpreproj.recipes.train import run_training

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -16,52 +15,7 @@ from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import AttentionSite, Family, find_family, joint_blocks
 from mmpreproj.patching.hooks import CHILD, attach, detach, layer_of
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
-
-
-@dataclass(frozen=True)
-class SiteReport:
-    """What one attention module received: streams by name, and the number of parameters."""
-
-    block: int
-    path: str
-    projected: tuple[str, ...]
-    skipped: tuple[str, ...]
-    parameters: int
-
-
-@dataclass(frozen=True)
-class PatchReport:
-    """What `patch` or `load` added to a model; `str(report)` is a short table."""
-
-    name: str
-    model_class: str
-    sites: tuple[SiteReport, ...]
-    base_parameters: int
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """Indices of the patched blocks."""
-        return tuple(sorted({site.block for site in self.sites}))
-
-    @property
-    def streams(self) -> tuple[str, ...]:
-        """Names of the streams that pass through the adapter somewhere."""
-        return tuple(sorted({stream for site in self.sites for stream in (*site.projected, *site.skipped)}))
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters added."""
-        return sum(site.parameters for site in self.sites)
-
-    def __str__(self) -> str:
-        lines = [
-            f"adapter {self.name!r} on {self.model_class}: {len(self.blocks)} blocks, {len(self.sites)} attentions, "
-            f"{self.parameters:,} parameters ({self.parameters / max(1, self.base_parameters):.1%} of the base)"
-        ]
-        for site in self.sites:
-            projected, skipped = ", ".join(site.projected) or "-", ", ".join(site.skipped) or "-"
-            lines.append(f"  {site.path}: pre-projection {projected}; skip {skipped}; {site.parameters:,}")
-        return "\n".join(lines)
+from mmpreproj.patching.report import PatchReport, describe_site
 
 
 def patch(
@@ -173,7 +127,7 @@ def report(model: nn.Module, *, name: str | None = None) -> PatchReport:
     """
     model = unwrap(model)
     name = resolve_name(model, name)
-    sites = tuple(_describe(path, adapter, name) for path, adapter in _layers_with(model, name))
+    sites = tuple(describe_site(path, layer, name) for path, layer in _layers_with(model, name))
     added = sum(site.parameters for site in sites)
     total = sum(parameter.numel() for parameter in model.parameters())
     return PatchReport(name, type(model).__name__, sites, total - added)
@@ -291,15 +245,3 @@ def resolve_name(model: nn.Module, name: str | None) -> str:
     if name is not None and name not in taken:
         raise ValueError(f"{type(model).__name__} carries no adapter {name!r}; it carries {', '.join(taken)}")
     return taken[0] if name is None else name
-
-
-def _describe(path: str, layer: PreProjLayer, name: str) -> SiteReport:
-    adapter = cast(AttentionAdapter, layer.adapters[name])
-    names = [stream.name for stream in layer.site.streams]
-    return SiteReport(
-        block=int(path.split(".")[-2]),
-        path=path,
-        projected=tuple(stream for stream in names if adapter.weights_of(stream) in adapter.pre_projection),
-        skipped=adapter.skipped if len(adapter.content_skip) else (),
-        parameters=sum(parameter.numel() for parameter in adapter.parameters()),
-    )

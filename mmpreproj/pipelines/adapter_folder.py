@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from mmpreproj.patching.storage import CONFIG_NAME, WEIGHTS_NAME
+from mmpreproj.patching.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from mmpreproj.patching.adapter_files import CONFIG_NAME, WEIGHTS_NAME, SavedAdapter, read_config, read_weights
 from mmpreproj.patching.hooks import CHILD
 from mmpreproj.patching.profile import Profile, rows_from_norms
-from mmpreproj.patching.storage import CONFIG_NAME, WEIGHTS_NAME, SavedAdapter, read_config, read_weights
 from mmpreproj.pipelines.adapter_folder import ADAPTER_FOLDER
 
 KEY = re.compile(rf".+\.\d+\.\w+\.{CHILD}\.(pre_projection|content_skip)\.\w+\.\w+\.weight")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from mmpreproj.patching.storage import CONFIG_NAME, load, read_config
+from mmpreproj.patching.adapter_files import CONFIG_NAME, read_config
+from mmpreproj.patching.storage import load
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 
 

@@ -15,7 +15,8 @@ from mmpreproj.patching.profile import profile
 from mmpreproj.recipes.figures import draw_grid
 from mmpreproj.recipes.generate import Sampling, best_device, generate
 from mmpreproj.recipes.train import TrainingRun, run_training
-from mmpreproj.training.config import ScratchModel, TrainConfig, read_config
+from mmpreproj.training.config import ScratchModel, TrainConfig
+from mmpreproj.training.config_file import read_config
 
 PROMPTS = (
     "red apple",

@@ -30,7 +30,8 @@ from mmpreproj.recipes.loading import open_pipeline
 from mmpreproj.recipes.progress import Reporter
 from mmpreproj.recipes.scratch import build_pipeline
 from mmpreproj.training.checkpoints import checkpoints
-from mmpreproj.training.config import ConfigError, DataConfig, ScratchModel, TrainConfig, write_config
+from mmpreproj.training.config import ConfigError, DataConfig, ScratchModel, TrainConfig
+from mmpreproj.training.config_file import write_config
 from mmpreproj.training.loop import StepRecord, make_accelerator, train
 from mmpreproj.training.optimisation import check_optimizer
 

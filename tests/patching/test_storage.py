@@ -12,7 +12,7 @@ from torch import nn
 
 import mmpreproj
 from mmpreproj import PreProjConfig
-from mmpreproj.patching.storage import write_atomically
+from mmpreproj.patching.adapter_files import write_atomically
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

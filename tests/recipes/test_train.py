@@ -13,7 +13,8 @@ import mmpreproj
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.pipelines import PreProjSD3Pipeline
 from mmpreproj.training.checkpoints import checkpoints
-from mmpreproj.training.config import ConfigError, read_config
+from mmpreproj.training.config import ConfigError
+from mmpreproj.training.config_file import read_config
 from mmpreproj.training.loop import TrainingDivergedError
 
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from mmpreproj.patching.config import PreProjConfig
-from mmpreproj.training.config import ConfigError, ScratchModel, TrainConfig, read_config, write_config
+from mmpreproj.training.config import ConfigError, ScratchModel, TrainConfig
+from mmpreproj.training.config_file import read_config, write_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED = ("quickstart.yaml", "sd3_medium_probe.yaml", "sd35_medium_probe.yaml")

@@ -12,7 +12,8 @@ from torch.utils.data import RandomSampler
 import mmpreproj
 from mmpreproj.training.checkpoints import checkpoints
 from mmpreproj.training.config import ConfigError
-from mmpreproj.training.loop import FlowObjective, TrainingDivergedError, make_accelerator, make_loader, train
+from mmpreproj.training.loop import TrainingDivergedError, make_accelerator, make_loader, train
+from mmpreproj.training.objective import FlowObjective
 from mmpreproj.training.optimisation import make_optimizer, parameter_groups, select_trainable
 
 

@@ -7,7 +7,7 @@ import torch
 
 import mmpreproj
 from mmpreproj.training.config import FlowConfig
-from mmpreproj.training.loop import FlowObjective
+from mmpreproj.training.objective import FlowObjective
 
 
 @pytest.fixture

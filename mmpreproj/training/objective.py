@@ -1,0 +1,71 @@
+"""What is minimised: the rectified-flow loss of a batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from diffusers.training_utils import compute_density_for_timestep_sampling
+from torch import Tensor, nn
+
+from mmpreproj.core.flow import interpolate, shift_sigmas, velocity
+from mmpreproj.data.encoding import TextEmbeddings
+from mmpreproj.training.config import FlowConfig
+
+
+class FlowObjective:
+    """The rectified-flow loss of a batch, with its own seeded randomness.
+
+    Args:
+        empty: embeddings of the empty prompt, for dropped captions.
+        flow: how noise levels are drawn.
+        shift: scheduler shift, where `flow` names none.
+        timesteps: the scheduler's number of training timesteps; the model is told `σ · timesteps`.
+        caption_dropout: share of captions replaced by the empty prompt.
+        seed: of noise levels, noise and dropout.
+    """
+
+    def __init__(
+        self,
+        empty: TextEmbeddings,
+        *,
+        flow: FlowConfig,
+        shift: float,
+        timesteps: int,
+        caption_dropout: float,
+        seed: int,
+    ) -> None:
+        self.empty = empty
+        self.flow = flow
+        self.shift = flow.shift if flow.shift is not None else shift
+        self.timesteps = timesteps
+        self.caption_dropout = caption_dropout
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, transformer: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Compute the loss of a batch of latents `[B, C, h, w]`, tokens `[B, L, D]` and pooled `[B, P]`."""
+        clean = batch["latents"]
+        noise = torch.randn(clean.shape, generator=self.generator).to(clean.device)
+        sigmas = self.draw_sigmas(len(clean)).to(clean.device)  # [B]
+        tokens, pooled = self.drop_captions(batch["tokens"], batch["pooled"])
+        predicted = transformer(
+            hidden_states=interpolate(clean, noise, sigmas),
+            encoder_hidden_states=tokens,
+            pooled_projections=pooled,
+            timestep=sigmas * self.timesteps,
+            return_dict=False,
+        )[0]
+        return F.mse_loss(predicted.float(), velocity(clean, noise))
+
+    def draw_sigmas(self, count: int) -> Tensor:
+        """Draw noise levels `[count]` in (0, 1)."""
+        uniform = compute_density_for_timestep_sampling(
+            "logit_normal", count, self.flow.logit_mean, self.flow.logit_std, generator=self.generator
+        )
+        return shift_sigmas(uniform, self.shift)
+
+    def drop_captions(self, tokens: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
+        """Replace a random share of captions `[B, L, D]`, `[B, P]` by the empty prompt."""
+        dropped = (torch.rand(len(tokens), generator=self.generator) < self.caption_dropout).to(tokens.device)  # [B]
+        tokens = torch.where(dropped[:, None, None], self.empty.tokens.to(tokens), tokens)  # [B, L, D]
+        pooled = torch.where(dropped[:, None], self.empty.pooled.to(pooled), pooled)  # [B, P]
+        return tokens, pooled
