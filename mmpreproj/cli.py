@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
+import click
 import typer
 
 from mmpreproj import __version__
@@ -54,6 +55,14 @@ def _reports_errors(command: _Command) -> _Command:
             if _settings["traceback"]:
                 raise
             typer.secho(f"mmpreproj: {error}", err=True, fg="red")
+            raise typer.Exit(1) from None
+        except (typer.Exit, typer.Abort, click.ClickException):
+            raise
+        except Exception as error:
+            if _settings["traceback"]:
+                raise
+            kind = type(error).__name__
+            typer.secho(f"mmpreproj: {kind}: {error} (--traceback shows where)", err=True, fg="red")
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             typer.secho("mmpreproj: stopped", err=True, fg="red")
@@ -116,10 +125,14 @@ def train(
     from mmpreproj.training.config_file import read_config
 
     settings = read_config(config, overrides or [])  # a mistake in it is answered before the heavy imports
+    from accelerate import PartialState
+
     from mmpreproj.recipes.train import run_training
 
     _hide_loading_bars()
     run = run_training(settings, overwrite=overwrite)
+    if not PartialState().is_main_process:
+        return
     held_out = "" if run.held_out_loss is None else f"held-out loss: {run.held_out_loss:.4f}\n"
     typer.echo(f"{held_out}saved: {run.saved}")
 
@@ -159,6 +172,10 @@ def generate(
     _hide_loading_bars()
     from mmpreproj.recipes.loading import load_pipeline
 
+    if grid is not None:
+        if grid.suffix.lower() != ".png":
+            raise ValueError(f"--grid takes a .png file; got {grid}")
+        grid.parent.mkdir(parents=True, exist_ok=True)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision.value]
     pipeline = load_pipeline(model, adapter=adapter, dtype=dtype).to(best_device())
     typer.echo(describe(pipeline), err=True)

@@ -22,7 +22,7 @@ def _no_progress(stage: str, done: int, total: int) -> None:
 class Encoder(Protocol):
     """What encoding needs of a pipeline."""
 
-    def encode_latents(self, pixels: Tensor) -> Tensor:
+    def encode_latents(self, pixels: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Map pixels `[B, 3, H, W]` in [-1, 1] to latents `[B, C, h, w]`."""
 
     def encode_prompt(self, prompt: list[str], **settings: Any) -> Sequence[Any]:
@@ -85,6 +85,7 @@ def encode_pictures(
     max_sequence_length: int = 256,
     batch_size: int = 16,
     device: torch.device | str = "cpu",
+    seed: int = 0,
     on_progress: Progress = _no_progress,
 ) -> EncodedPictures:
     """Encode every picture and every distinct caption of a source once.
@@ -98,6 +99,7 @@ def encode_pictures(
         max_sequence_length: longest text, in tokens, for encoders that take a length.
         batch_size: pictures or captions per call of an encoder.
         device: where the encoders are.
+        seed: of the VAE's posterior; latents depend on nothing else that is random.
         on_progress: called with the stage (`"pictures"` or `"captions"`), how many are done, and how many there are.
 
     Raises:
@@ -106,9 +108,10 @@ def encode_pictures(
     skipped: list[SkippedPicture] = []
     kept: list[int] = []
     latents = []
+    generator = torch.Generator().manual_seed(seed)
     for indices, pixels in read_pictures(source, resolution, batch_size=batch_size, skipped=skipped):
         with torch.no_grad():
-            latents.append(encoder.encode_latents(pixels.to(device)).float().cpu())
+            latents.append(encoder.encode_latents(pixels.to(device), generator=generator).float().cpu())
         kept += indices
         on_progress("pictures", len(kept) + len(skipped), len(source))
     captions = tuple(source.captions[index] for index in kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -175,6 +176,7 @@ def _build_layers(
     layers = {}
     for index, path, site, attention in attention_sites(model, family):
         if index in wanted and (config.dual_attention or not site.dual):
+            _check_site(path, site, attention)
             layer = PreProjLayer(family, site)
             layer.adapters[name] = _build_adapter(config, site, attention, family.width)
             layer.train(attention.training)
@@ -183,6 +185,23 @@ def _build_layers(
         children = ", ".join(site.child for site in family.sites)
         raise TypeError(f"{type(model).__name__} has no joint attention in {family.blocks} (looked for: {children})")
     return layers
+
+
+def _check_site(path: str, site: AttentionSite, attention: nn.Module) -> None:
+    """Refuse an attention that the adapter would not reach."""
+    arguments = inspect.signature(type(attention).forward).parameters
+    for stream in site.streams:
+        if stream.argument not in arguments:
+            raise ValueError(
+                f"{path} takes no argument {stream.argument!r} for the {stream.name} stream; its forward takes "
+                f"{', '.join(list(arguments)[1:])}. Correct the family's row"
+            )
+    offloaded = any(parameter.is_meta for parameter in attention.parameters())
+    if offloaded and any(hasattr(module, "_hf_hook") for module in attention.modules()):
+        raise ValueError(
+            f"{path} has been offloaded by accelerate, so new weights would never be brought in; patch or load first, "
+            "then offload (accelerate.hooks.remove_hook_from_submodules(model) undoes it)"
+        )
 
 
 def _build_adapter(config: PreProjConfig, site: AttentionSite, attention: nn.Module, width: str) -> AttentionAdapter:

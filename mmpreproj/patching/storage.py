@@ -127,6 +127,7 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
             with align_module_device(module):
                 for key, parameter in module.named_parameters(recurse=False):
                     full = f"{path}.{CHILD}.{module_path}.{key}"
+                    _check_own(full)
                     _check_savable(full, parameter)
                     state[full] = parameter.detach().to("cpu", copy=True).contiguous()
     return state
@@ -146,8 +147,21 @@ def describe_base(model: nn.Module, family: Family, *, name_or_path: str | None 
         width=int(getattr(attention, family.width)),
         depth=len(joint_blocks(model, family)),
         heads=int(getattr(attention, family.heads)),
-        name_or_path=name_or_path or getattr(config, "_name_or_path", None),
+        name_or_path=name_or_path or _pipeline_of(getattr(config, "_name_or_path", None)),
     )
+
+
+def _pipeline_of(source: str | None) -> str | None:
+    """Name the pipeline that a transformer was loaded from, which is the folder around its own."""
+    return str(Path(source).parent) if source and Path(source).name == "transformer" else source
+
+
+def _check_own(key: str) -> None:
+    if ".base_layer." in key or ".lora_" in key:
+        raise ValueError(
+            f"another adapter wraps this one ({key}), as LoRA on 'all-linear' does; nothing was saved. "
+            f"Remove it, and add it again with exclude_modules=r'.*\\.{CHILD}\\..*'"
+        )
 
 
 def _check_savable(key: str, parameter: Tensor) -> None:
@@ -181,5 +195,7 @@ def _copy_weights(model: nn.Module, name: str, weights: dict[str, Tensor], folde
             raise ValueError(f"{folder / WEIGHTS_NAME}: {key} has shape {found}, expected {expected}")
         if not torch.isfinite(weights[key]).all():
             raise ValueError(f"{folder / WEIGHTS_NAME}: {key} holds NaN or infinite values; the file is of no use")
+        if parameter.is_meta:
+            raise ValueError(f"{key} of the model is on the meta device; load the base's weights before the adapter's")
         with torch.no_grad():
             parameter.copy_(weights[key])

@@ -37,9 +37,10 @@ def draw_loss_curves(history: Sequence[StepRecord], path: Path, *, window: int =
         label = f"held out, {held_out[-1][1]:.4f} at the end"
         axes.plot(*zip(*held_out, strict=True), color=HELD_OUT, marker="o", markersize=4, label=label)
     axes.set(xlabel="optimiser steps", ylabel="flow loss (mean squared error of ε − x)", yscale="log")
-    axes.set_ylim(top=min(max(losses), 2.0) * 1.1)
-    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%.2g"))
-    axes.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%.2g"))
+    axes.set_ylim(bottom=0.9 * min(losses), top=min(max(losses), 2.0) * 1.1)
+    axes.set_yticks([0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1, 1.5, 2], minor=False)
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False)
     _write(figure, path)
@@ -87,12 +88,13 @@ def draw_grid(rows: Sequence[tuple[str, Sequence[Image.Image]]], path: Path, *, 
     )
     figure.subplots_adjust(left=1.7 / (columns * inch + 1.8), right=0.995, top=0.995, bottom=0.005, wspace=0.06)
     for line, (prompt, pictures) in zip(axes, rows, strict=True):
-        for place, panel in enumerate(line):
+        for column, panel in enumerate(line):
             panel.axis("off")
-            if place < len(pictures):
-                small = max(pictures[place].size) < cell
-                panel.imshow(pictures[place], interpolation="nearest" if small else "antialiased")
-        line[0].text(-0.12, 0.5, _wrap(prompt), transform=line[0].transAxes, ha="right", va="center", fontsize=9)
+            if column < len(pictures):
+                small = max(pictures[column].size) < cell
+                panel.imshow(pictures[column], interpolation="nearest" if small else "antialiased")
+        place = {"transform": line[0].transAxes, "ha": "right", "va": "center"}
+        line[0].text(-0.12, 0.5, _wrap(prompt), fontsize=9, parse_math=False, **place)
     _write(figure, path)
 
 

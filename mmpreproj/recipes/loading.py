@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from mmpreproj.patching.adapter_files import CONFIG_NAME, read_config
+from mmpreproj.patching.lifecycle import is_patched, unpatch
 from mmpreproj.patching.storage import load
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 
@@ -29,7 +30,7 @@ def open_pipeline(model: str, *, dtype: torch.dtype) -> PreProjSD3Pipeline:
         )
     try:
         return PreProjSD3Pipeline.from_pretrained(model, dtype=dtype)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         if folder.exists():
             raise
         reason = str(error).splitlines()[0]
@@ -42,20 +43,27 @@ def load_pipeline(model: str, *, adapter: str | None = None, dtype: torch.dtype 
     Args:
         model: a pipeline's folder or hub id; or an adapter's folder, whose base is then loaded from where its
             `adapter_config.json` says.
-        adapter: an adapter's folder or hub id, for a `model` that carries none.
+        adapter: an adapter's folder or hub id; it takes the place of the one that `model` may carry.
         dtype: of the weights.
 
     Raises:
         FileNotFoundError: if there is neither a pipeline nor an adapter at `model`.
-        ValueError: if the adapter does not say where its base is, or `model` carries one already.
+        ValueError: if the adapter does not say where its base is, or was made for another base.
     """
     folder = Path(model)
     if (folder / CONFIG_NAME).is_file():
         if adapter is not None:
             raise ValueError(f"{model} is an adapter itself; give its base as --model, or leave --adapter out")
         model, adapter = _base_of(folder), model
+        if not Path(model).is_dir() and (Path(model).is_absolute() or model.count("/") != 1):
+            raise FileNotFoundError(
+                f"the adapter in {folder} was trained on {model!r}, which is not found from here; name its base as "
+                f"--model and {folder} as --adapter"
+            )
     pipeline = open_pipeline(model, dtype=dtype)
     if adapter is not None:
+        if is_patched(pipeline.transformer):
+            unpatch(pipeline.transformer)
         load(pipeline.transformer, adapter)
     return pipeline
 

@@ -87,6 +87,7 @@ def run_training(config: TrainConfig, *, console: Console | None = None, overwri
     accelerator = make_accelerator(config)
     check_optimizer(config.optimizer)
     check_output(config.output, overwrite=overwrite)
+    check_inputs_survive(config)
     seconds: dict[str, float] = {}
     with Reporter(console or Console(stderr=True), show=accelerator.is_main_process) as reporter:
         source = open_source(config.data)
@@ -142,15 +143,17 @@ def prepare_pipeline(config: TrainConfig, reporter: Reporter) -> PreProjSD3Pipel
             f"data.resolution: {config.data.resolution} pixels cannot be cut into patches; this model takes multiples "
             f"of {multiple}"
         )
+    _check_positions(pipeline, config)
     if config.adapter is None and is_patched(pipeline.transformer):
         raise ConfigError(
             f"adapter: null trains a stock model, but the model in {config.model} carries an adapter; give the "
             "adapter's settings to train it on, or name the base without it"
         )
     if config.adapter is not None:
-        _patch_or_continue(pipeline, config)
-        lines = str(report(pipeline.transformer)).splitlines()
-        reporter.say(lines[0])
+        continued = _patch_or_continue(pipeline, config)
+        if continued:
+            reporter.say(f"training on the adapter that the model in {config.model} carries")
+        reporter.say(str(report(pipeline.transformer)).splitlines()[0])
     return pipeline
 
 
@@ -166,6 +169,24 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"output: {folder} holds the results of an earlier run; choose another, or add --overwrite")
 
 
+def check_inputs_survive(config: TrainConfig) -> None:
+    """Refuse to train from what the run is about to replace.
+
+    Raises:
+        ConfigError: if the model or the pictures are among the results in `config.output`.
+    """
+    inputs = {"model": config.model, "data.folder": config.data.folder}
+    for field_name, value in inputs.items():
+        if isinstance(value, (str, Path)) and Path(value).exists():
+            place = Path(value).resolve()
+            for result in (path.resolve() for path in _results(config.output)):
+                if place == result or result in place.parents:
+                    raise ConfigError(
+                        f"{field_name}: {value} would be replaced by this run, which writes to {config.output}; "
+                        "choose another output"
+                    )
+
+
 def clear_output(folder: Path) -> None:
     """Make the folder, and remove what an earlier run left in it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +199,7 @@ def write_results(run: TrainingRun) -> None:
     """Write the trained weights, the configuration and the figures."""
     config, transformer = run.config, run.pipeline.transformer
     if config.mode == "probe":
-        save(transformer, run.saved, base_model=str(config.model))
+        save(transformer, run.saved, base_model=_where(str(config.model)))
     else:
         partial = run.saved.with_name(f".{run.saved.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -193,15 +214,31 @@ def _results(folder: Path) -> list[Path]:
     return [folder / "model", folder / "adapter", *checkpoints(folder / "checkpoints")]
 
 
+def _where(model: str) -> str:
+    """Name a base so that it is found from any folder: absolute where it is on this disk, else its hub id."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
 def _split(captions: Sequence[str], config: TrainConfig) -> tuple[list[int], list[int]]:
     data = config.data
     return split_held_out(captions, data.held_out, seed=config.seed, always_train=data.always_train)
 
 
-def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
+def _check_positions(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
+    settings = pipeline.transformer.config
+    largest = settings.pos_embed_max_size * settings.patch_size * pipeline.vae_scale_factor
+    if config.data.resolution > largest:
+        raise ConfigError(
+            f"data.resolution: {config.data.resolution} pixels are more than this model has positions for; it takes "
+            f"{largest} at most"
+        )
+
+
+def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> bool:
+    """Patch the transformer, or keep the adapter it carries; tell whether it carried one."""
     if not is_patched(pipeline.transformer):
         patch(pipeline.transformer, config.adapter)
-        return
+        return False
     (name,) = adapters(pipeline.transformer)
     found = adapter_config(pipeline.transformer, name)
     if found != config.adapter:
@@ -209,6 +246,7 @@ def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> Non
             f"adapter: the model in {config.model} carries an adapter already, made with {found}; to train it on, "
             "give the same settings, to start anew, name the base without it"
         )
+    return True
 
 
 def _encode(
@@ -228,6 +266,7 @@ def _encode(
         resolution=config.data.resolution,
         max_sequence_length=config.max_sequence_length,
         device=accelerator.device,
+        seed=config.seed,
         on_progress=lambda stage, done, total: reporter.stage(stage, done, total),
     )
     for module in encoders:

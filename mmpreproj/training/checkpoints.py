@@ -62,4 +62,9 @@ def write_checkpoint(
 
 def checkpoints(folder: Path) -> list[Path]:
     """List complete checkpoints, the oldest first."""
-    return sorted(path for path in folder.glob(f"{PREFIX}*") if path.is_dir())
+    found = {int(path.name[len(PREFIX) :]): path for path in folder.glob(f"{PREFIX}*") if _is_checkpoint(path)}
+    return [found[step] for step in sorted(found)]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and path.name[len(PREFIX) :].isdecimal()

@@ -127,6 +127,9 @@ def _read_adapter(value: Any) -> Any:
         raise ValueError(str(error)) from error
 
 
+# YAML 1.1 reads a bare `no` as false.
+Precision = Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(lambda value: "no" if value is False else value)]
+
 Adapter = Annotated[
     PreProjConfig, BeforeValidator(_read_adapter), PlainSerializer(lambda config: config.to_dict(), return_type=dict)
 ]
@@ -186,7 +189,7 @@ class TrainConfig(Section):
     gradient_accumulation: int = Field(default=1, ge=1)
     caption_dropout: float = Field(default=0.1, ge=0, le=1)
     max_sequence_length: int = Field(default=256, ge=1, le=512)
-    precision: Literal["no", "bf16", "fp16"] = "no"
+    precision: Precision = "no"
     gradient_checkpointing: bool = False
     evaluate_every: int = Field(default=100, ge=0)
     held_out_levels: int = Field(default=4, ge=1)

@@ -57,7 +57,7 @@ class HeldOutLoss:
             timestep=sigmas * self.timesteps,
             return_dict=False,
         )[0]
-        return (predicted.float() - velocity(clean, noise)).square().sum(dtype=torch.float64).cpu()
+        return (predicted.float() - velocity(clean, noise)).square().cpu().double().sum()
 
     def _noise(self, picture: int, level: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + picture * self.sigmas.shape[1] + level)

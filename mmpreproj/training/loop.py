@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class StepRecord:
         step: number of the step, from 1.
         loss: mean flow loss of the step's batches; in the record of step 0, which only evaluates, None.
         held_out: held-out loss after the step, where it was measured.
-        learning_rate: of the first parameter group.
+        learning_rate: that the step took, of the first parameter group.
         grad_norm: global norm before clipping.
         pictures_per_second: since the run began, evaluation and checkpoints left out.
     """
@@ -110,8 +111,12 @@ def train(
             loss, grad_norm = run.step(step)
             due = step == config.steps or (config.evaluate_every > 0 and step % config.evaluate_every == 0)
             measured = evaluate(run.model) if evaluate is not None and due else None
+            run.check_held_out(measured, step)
             on_step(StepRecord(step, loss, measured, run.learning_rate, grad_norm, run.pictures_per_second))
-            if config.checkpoint_every and step % config.checkpoint_every == 0:
+            checkpoint_due = config.checkpoint_every > 0 and step % config.checkpoint_every == 0
+            if checkpoint_due or step == config.steps:
+                run.check_weights(step)
+            if checkpoint_due:
                 run.checkpoint(step)
     finally:
         run.restore_forward()
@@ -146,15 +151,15 @@ class _Run:
         # Not prepared by accelerate, which would step it once per process.
         self.schedule = make_schedule(optimizer, warmup_steps=config.optimizer.warmup_steps, steps=config.steps)
         self.model, self.optimizer, loader = accelerator.prepare(
-            transformer, optimizer, make_loader(pictures, config.batch_size, seed=config.seed)
+            transformer,
+            optimizer,
+            make_loader(pictures, config.batch_size, seed=config.seed, processes=accelerator.num_processes),
         )
         self.batches = _endless(loader)
+        self.last_batch: dict[str, Tensor] = {}
+        self.learning_rate = 0.0
         self.seconds = 0.0
         self.pictures = 0
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.schedule.get_last_lr()[0])
 
     @property
     def pictures_per_second(self) -> float:
@@ -166,7 +171,7 @@ class _Run:
         losses = []
         for _ in range(self.config.gradient_accumulation):
             with self.accelerator.accumulate(self.model):
-                batch = next(self.batches)
+                batch = self.last_batch = next(self.batches)
                 loss = self.objective(self.model, batch)
                 losses.append(self._check_loss(loss, step))
                 self.accelerator.backward(loss)
@@ -175,10 +180,31 @@ class _Run:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             self.pictures += len(batch["latents"]) * self.accelerator.num_processes
+        self.learning_rate = float(self.schedule.get_last_lr()[0])
         if not self.accelerator.optimizer_step_was_skipped:
             self.schedule.step()
         self.seconds += time.perf_counter() - began
         return sum(losses) / len(losses), grad_norm
+
+    def check_held_out(self, loss: float | None, step: int) -> None:
+        """Stop if a held-out loss is not finite."""
+        if loss is not None and not math.isfinite(loss):
+            self._stop(f"the held-out loss is {loss}", step)
+
+    @torch.no_grad()
+    def check_weights(self, step: int) -> None:
+        """Stop, before anything is saved, if the weights are not finite or give a loss that is not.
+
+        The loss of a step tells of the weights before it; those that the step made are tried on one more batch, with
+        the random state put back afterwards.
+        """
+        trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in trained):
+            self._stop("a trained weight is not finite after the update", step)
+        state = self.objective.generator.get_state()
+        loss = self.objective(self.model, self.last_batch)
+        self.objective.generator.set_state(state)
+        self._check_loss(loss, step)
 
     def checkpoint(self, step: int) -> None:
         """Write a checkpoint from the main process."""
@@ -236,13 +262,22 @@ class _Run:
         )
 
 
-def make_loader(pictures: EncodedPictures, batch_size: int, *, seed: int) -> DataLoader[dict[str, Tensor]]:
-    """Build a shuffling loader whose order depends on the seed alone; a last, smaller batch is left out."""
+def make_loader(
+    pictures: EncodedPictures, batch_size: int, *, seed: int, processes: int = 1
+) -> DataLoader[dict[str, Tensor]]:
+    """Build a shuffling loader whose order depends on the seed alone.
+
+    A last, smaller round of batches is left out, unless there is no other: then accelerate fills it up.
+    """
     sampler = RandomSampler(pictures, generator=torch.Generator().manual_seed(seed))
-    full = len(pictures) >= batch_size
+    full = len(pictures) >= batch_size * processes
     return DataLoader(pictures, batch_size=min(batch_size, len(pictures)), sampler=sampler, drop_last=full)
 
 
 def _endless(loader: Any) -> Iterator[dict[str, Tensor]]:
     while True:
-        yield from loader
+        batch = None
+        for batch in loader:
+            yield batch
+        if batch is None:
+            raise ValueError("an epoch gave no batch: too few pictures for batch_size on this many processes")

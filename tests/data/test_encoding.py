@@ -32,7 +32,7 @@ class LetterEncoder:
         self.scale = scale
         self.pictures, self.prompts, self.settings = [], [], []
 
-    def encode_latents(self, pixels):
+    def encode_latents(self, pixels, generator=None):
         self.pictures += [float(row) for row in pixels.mean(dim=(1, 2, 3))]
         return pixels[:, :2, ::2, ::2].to(torch.bfloat16) * self.scale
 
@@ -110,7 +110,7 @@ def test_no_gradients_are_recorded():
     class Learned(LetterEncoder):
         weight = torch.ones((), requires_grad=True)
 
-        def encode_latents(self, pixels):
+        def encode_latents(self, pixels, generator=None):
             return super().encode_latents(pixels) * self.weight
 
         def encode_prompt(self, prompt, **settings):

@@ -1,8 +1,10 @@
 import copy
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from diffusers import (
@@ -19,7 +21,7 @@ from torch import nn
 import mmpreproj
 from mmpreproj import PreProjConfig
 from mmpreproj.patching import lifecycle
-from mmpreproj.patching.families import AttentionSite, Family, Stream
+from mmpreproj.patching.families import AttentionSite, Family, Stream, find_family
 
 LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 D = 32  # token width of the tiny transformers
@@ -587,3 +589,18 @@ def test_state_dict_of_a_patched_model_loads_strictly_into_another(
     mmpreproj.patch(other)
     other.load_state_dict(transformer.state_dict(), strict=True)
     assert torch.equal(predict(other), predict(transformer))
+
+
+def test_an_offloaded_model_is_refused_before_it_is_touched(transformer):
+    accelerate.cpu_offload(transformer, execution_device="cpu")
+    with pytest.raises(ValueError, match=r"has been offloaded by accelerate.*patch or load first"):
+        mmpreproj.patch(transformer)
+    assert not mmpreproj.is_patched(transformer)
+
+
+def test_a_row_that_names_an_argument_which_is_not_there_is_refused(transformer):
+    row = find_family(transformer)
+    stream = replace(row.sites[0].streams[0], argument="hidden_statez")
+    wrong = replace(row, sites=(AttentionSite("attn", (stream,)),))
+    with pytest.raises(ValueError, match=r"takes no argument 'hidden_statez' .* its forward takes hidden_states"):
+        mmpreproj.patch(transformer, family=wrong)

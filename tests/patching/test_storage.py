@@ -406,3 +406,26 @@ def test_saving_changes_nothing_in_the_model(transformer, snapshot, tmp_path):
     mmpreproj.save(transformer, tmp_path)
     before.check(transformer)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_adapter_that_lora_wraps_is_not_saved_under_foreign_keys(transformer, tmp_path):
+    mmpreproj.patch(transformer)
+    transformer.add_adapter(LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(ValueError, match=r"another adapter wraps this one .*exclude_modules"):
+        mmpreproj.save(transformer, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_loading_onto_a_model_without_weights_is_refused(make_transformer, style, saved):
+    with torch.device("meta"):
+        empty = make_transformer(style)
+    with pytest.raises(ValueError, match="is on the meta device; load the base's weights before"):
+        mmpreproj.load(empty, saved)
+    assert not mmpreproj.is_patched(empty)
+
+
+def test_the_base_is_named_by_its_pipeline_and_not_by_the_folder_inside_it(transformer, tmp_path):
+    transformer.register_to_config(_name_or_path="some/model/transformer")
+    mmpreproj.patch(transformer)
+    mmpreproj.save(transformer, tmp_path)
+    assert json.loads((tmp_path / CONFIG).read_text())["base"]["name_or_path"] == "some/model"

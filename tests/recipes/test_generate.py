@@ -71,9 +71,10 @@ def test_an_adapter_onto_an_adapter_is_refused(adapter):
         load_pipeline(str(adapter), adapter=str(adapter))
 
 
-def test_an_adapter_onto_a_model_that_carries_one_is_refused(trained, adapter):
-    with pytest.raises(ValueError, match="already patched"):
-        load_pipeline(str(trained["full"][0].saved), adapter=str(adapter))
+def test_an_adapter_takes_the_place_of_the_one_that_the_model_carries(trained, base, adapter):
+    pipeline = load_pipeline(str(trained["full"][0].saved), adapter=str(adapter))
+    assert same(adapter_of(pipeline), adapter_of(load_pipeline(str(base), adapter=str(adapter))))
+    assert not same(adapter_of(pipeline), adapter_of(load_pipeline(str(trained["full"][0].saved))))
 
 
 def test_an_adapter_that_does_not_name_its_base_is_refused_with_the_way_out(adapter, tmp_path):

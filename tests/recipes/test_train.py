@@ -294,12 +294,36 @@ def test_a_refusal_does_not_cost_the_results_that_were_to_be_overwritten(run, ma
 
 
 def test_a_run_that_diverges_keeps_checkpoints_and_metrics(run, make_config, base):
-    wild = {"name": "sgd", "learning_rate": 1e30, "max_grad_norm": 1e9, "warmup_steps": 0}
+    wild = {"name": "sgd", "learning_rate": 1e30, "max_grad_norm": 1e9, "warmup_steps": 1}
     config = make_config(steps=9, checkpoint_every=1, optimizer=wild)
     with pytest.raises(TrainingDivergedError, match=r"at step 2 .*the last good checkpoint is .*step-000001"):
         run(config)
-    (kept,) = checkpoints(config.output / "checkpoints")
+    (kept,) = checkpoints(config.output / "checkpoints")  # step 1 took the warm-up's first rate, which is 0
     mmpreproj.load(PreProjSD3Pipeline.from_pretrained(base).transformer, kept)
     steps = [json.loads(line)["step"] for line in (config.output / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1]
+    assert steps == [0, 1, 2]
     assert not (config.output / "adapter").exists()
+
+
+def test_the_held_out_loss_of_the_base_does_not_depend_on_the_adapter(run, make_config, saved_pipelines, tmp_path):
+    """The VAE's posterior is sampled: its noise must not follow how much of the random state `patch` has used."""
+    losses = []
+    for place, adapter in enumerate(({"init": "zero"}, {"init": "zero", "expansion": 3.0})):
+        changes = {"model": str(saved_pipelines["latents"]), "adapter": PreProjConfig(**adapter), "steps": 1}
+        done, _ = run(make_config(output=tmp_path / f"run{place}", data={"resolution": 16}, **changes))
+        losses.append(done.history[0].held_out)
+    assert losses[0] == losses[1]
+
+
+def test_a_run_never_replaces_the_model_it_trains_from(run, make_config, trained, tmp_path):
+    output = tmp_path / "first"
+    shutil.copytree(trained["full"][0].config.output, output)
+    before = tree(output)
+    with pytest.raises(ConfigError, match=r"model: .*model would be replaced by this run.*choose another output"):
+        run(make_config(output=output, model=str(output / "model")), overwrite=True)
+    assert tree(output) == before
+
+
+def test_more_pixels_than_the_model_has_positions_for_are_refused_before_encoding(run, make_config):
+    with pytest.raises(ConfigError, match=r"data\.resolution: 64 pixels are more than .* it takes 16 at most"):
+        run(make_config(data={"resolution": 64}))

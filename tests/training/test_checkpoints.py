@@ -110,3 +110,9 @@ def test_a_full_disk_leaves_no_trace(write, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write(2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_only_folders_that_a_run_wrote_count_as_checkpoints_and_in_the_order_of_their_steps(tmp_path):
+    for name in ("step-000002", "step-1000000", "step-999999", "step-000002-best", "step-x"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000002", "step-999999", "step-1000000"]

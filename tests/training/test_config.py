@@ -280,3 +280,8 @@ def test_every_fault_is_listed_at_once(refusal):
     message = refusal({**MINIMAL, "steps": 0, "stps": 1, "optimizer": {"lr": 1}})
     assert len(message.splitlines()) == 4
     assert all(field in message for field in ("steps: ", "stps: ", "optimizer.lr: "))
+
+
+@pytest.mark.parametrize("spelling", ["precision=no", "precision=false", "precision='no'"])
+def test_full_precision_can_be_asked_for_in_the_words_of_our_own_messages(spelling):
+    assert read_config(CONFIGS / "sd3_medium_probe.yaml", [spelling]).precision == "no"

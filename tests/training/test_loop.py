@@ -245,7 +245,8 @@ def test_the_rate_warms_up_and_follows_a_cosine_to_zero(make_patched, make_pictu
     train(make_patched(), make_pictures(), config, held_out=make_pictures(1), on_step=records.append)
     rates = [record.learning_rate / 1e-2 for record in records]
     warm = [0, 0.25, 0.5, 0.75]
-    assert rates == pytest.approx([*warm, *((1 + math.cos(math.pi * k / 4)) / 2 for k in range(5))], abs=1e-9)
+    # Step 0 only measures; every later record tells the rate that its own step took.
+    assert rates == pytest.approx([0, *warm, *((1 + math.cos(math.pi * k / 4)) / 2 for k in range(4))], abs=1e-9)
 
 
 def test_gradients_are_clipped_and_their_norm_before_it_is_reported(make_patched, make_pictures, make_config):
@@ -329,7 +330,7 @@ def test_a_forward_that_was_replaced_before_training_is_put_back(make_patched, m
     stock = transformer.forward
     transformer.forward = replaced = lambda *args, **kwargs: calls.append(1) or stock(*args, **kwargs)
     train(transformer, make_pictures(), make_config(precision="bf16"))
-    assert len(calls) == 3
+    assert len(calls) == 4  # three steps, and the trial of the weights that the last one made
     assert transformer.forward is replaced
 
 
@@ -421,3 +422,22 @@ def test_a_second_precision_in_one_process_is_refused_with_the_reason(make_confi
     make_accelerator(make_config(precision="no"))
     with pytest.raises(ConfigError, match=r"precision: bf16 cannot be used here .*already been initialized"):
         make_accelerator(make_config(precision="bf16"))
+
+
+def test_weights_that_would_give_no_finite_loss_never_become_the_last_good_checkpoint(
+    make_patched, make_pictures, make_config
+):
+    model = make_patched()
+    config = make_config(
+        steps=4, checkpoint_every=1, keep_checkpoints=1, optimizer={"learning_rate": 1e20, "warmup_steps": 0}
+    )
+    with pytest.raises(TrainingDivergedError, match=r"at step 1 .*there is no checkpoint yet"):
+        train(model, make_pictures(), config)
+    assert checkpoints(config.output / "checkpoints") == []
+
+
+def test_a_held_out_loss_that_is_not_finite_stops_the_run(make_patched, make_pictures, make_config):
+    held_out = make_pictures()
+    held_out.latents[0, 0, 0, 0] = float("nan")
+    with pytest.raises(TrainingDivergedError, match="the held-out loss is nan at step 1"):
+        train(make_patched(), make_pictures(), make_config(steps=2, evaluate_every=1), held_out=held_out)
