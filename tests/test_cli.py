@@ -333,3 +333,7 @@ def test_quickstart_takes_any_folder_as_output(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Path(name).write_text("a file where the folder would be")
     assert f"output: {name} is a file" in refused("quickstart", "--output", name)
+
+
+def test_a_grid_of_an_unknown_kind_is_refused_before_anything_is_generated(tmp_path):
+    assert "--grid takes a .png file" in refused("generate", "--model", tmp_path, "--prompt", "x", "--grid", "a.xyz")

@@ -115,3 +115,8 @@ def test_the_profile_draws_higher_bars_for_larger_norms(tmp_path):
 def test_profiles_of_every_kind_of_adapter_can_be_drawn(tmp_path, rows):
     draw_profile(Profile(rows), tmp_path / "profile.png")
     assert count(tmp_path / "profile.png", (0x2B, 0x5D, 0x8C)) > 100
+
+
+def test_a_prompt_is_drawn_as_it_is_and_not_read_as_mathematics(tmp_path):
+    draw_grid([(r"$\foo$ costs $5", [Image.new("RGB", (8, 8))])], tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").is_file()

@@ -190,3 +190,8 @@ def test_names_stay_short_and_inside_the_folder(tmp_path):
 def test_a_model_that_is_nowhere_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no model at 'some/where': no such folder here, and on the hub"):
         load_pipeline("some/where")
+
+
+def test_an_absolute_folder_that_is_not_there_is_named_too(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no model at '.*nothing': no such folder here"):
+        load_pipeline(str(tmp_path / "nothing"))

@@ -441,3 +441,9 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run(make_patched, make_pic
     held_out.latents[0, 0, 0, 0] = float("nan")
     with pytest.raises(TrainingDivergedError, match="the held-out loss is nan at step 1"):
         train(make_patched(), make_pictures(), make_config(steps=2, evaluate_every=1), held_out=held_out)
+
+
+def test_too_few_pictures_for_all_processes_still_make_a_batch_for_each(make_pictures):
+    """Dropping the last round would leave nothing: accelerate deals batches out to processes in whole rounds."""
+    assert not make_loader(make_pictures(3), 2, seed=0, processes=2).drop_last
+    assert make_loader(make_pictures(4), 2, seed=0, processes=2).drop_last
