@@ -4,11 +4,12 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before everything else
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
@@ -23,6 +24,17 @@ STYLES = ("sd3", "sd35")
 def seeded() -> None:
     """Start every test from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let every test choose its precision, which accelerate keeps for a whole process; on the CPU everywhere."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @pytest.fixture(params=STYLES)

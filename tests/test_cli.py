@@ -13,7 +13,6 @@ import torch
 import transformers
 import typer
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from diffusers import FlowMatchEulerDiscreteScheduler
 from huggingface_hub.utils import are_progress_bars_disabled
 from PIL import Image
@@ -29,17 +28,6 @@ from mmpreproj.training.config import ScratchModel
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = typer.main.get_command(app).commands
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "matplotlib", "timm", "datasets")
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(monkeypatch):
-    """Start each command as its own process would."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def invoke(*arguments):

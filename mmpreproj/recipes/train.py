@@ -27,9 +27,9 @@ from mmpreproj.patching.storage import adapter_config, save
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 from mmpreproj.recipes.figures import draw_loss_curves, draw_profile
 from mmpreproj.recipes.loading import open_pipeline
+from mmpreproj.recipes.output import check_inputs_survive, check_output, clear_output
 from mmpreproj.recipes.progress import Reporter
 from mmpreproj.recipes.scratch import build_pipeline
-from mmpreproj.training.checkpoints import checkpoints
 from mmpreproj.training.config import ConfigError, DataConfig, ScratchModel, TrainConfig
 from mmpreproj.training.config_file import write_config
 from mmpreproj.training.loop import StepRecord, make_accelerator, train
@@ -157,44 +157,6 @@ def prepare_pipeline(config: TrainConfig, reporter: Reporter) -> PreProjSD3Pipel
     return pipeline
 
 
-def check_output(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder with an earlier run's results.
-
-    Raises:
-        ConfigError: if there are results and `overwrite` is false, or the path is a file.
-    """
-    if folder.is_file():
-        raise ConfigError(f"output: {folder} is a file; name a folder")
-    if any(path.exists() for path in _results(folder)) and not overwrite:
-        raise ConfigError(f"output: {folder} holds the results of an earlier run; choose another, or add --overwrite")
-
-
-def check_inputs_survive(config: TrainConfig) -> None:
-    """Refuse to train from what the run is about to replace.
-
-    Raises:
-        ConfigError: if the model or the pictures are among the results in `config.output`.
-    """
-    inputs = {"model": config.model, "data.folder": config.data.folder}
-    for field_name, value in inputs.items():
-        if isinstance(value, (str, Path)) and Path(value).exists():
-            place = Path(value).resolve()
-            for result in (path.resolve() for path in _results(config.output)):
-                if place == result or result in place.parents:
-                    raise ConfigError(
-                        f"{field_name}: {value} would be replaced by this run, which writes to {config.output}; "
-                        "choose another output"
-                    )
-
-
-def clear_output(folder: Path) -> None:
-    """Make the folder, and remove what an earlier run left in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in _results(folder):
-        shutil.rmtree(path, ignore_errors=True)
-    (folder / "metrics.jsonl").unlink(missing_ok=True)
-
-
 def write_results(run: TrainingRun) -> None:
     """Write the trained weights, the configuration and the figures."""
     config, transformer = run.config, run.pipeline.transformer
@@ -208,10 +170,6 @@ def write_results(run: TrainingRun) -> None:
     draw_loss_curves(run.history, config.output / "loss.png")
     if is_patched(transformer):
         draw_profile(profile(transformer), config.output / "profile.png")
-
-
-def _results(folder: Path) -> list[Path]:
-    return [folder / "model", folder / "adapter", *checkpoints(folder / "checkpoints")]
 
 
 def _where(model: str) -> str:

@@ -2,13 +2,13 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from PIL import Image
 from rich.console import Console
@@ -19,17 +19,6 @@ from mmpreproj.recipes.train import TrainingRun, run_training
 from mmpreproj.training.config import TrainConfig
 
 WORDS = ("red", "green", "blue", "square", "apple", "tree")
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let every test choose its precision, which accelerate keeps for a whole process; on the CPU everywhere."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def build_pipeline(*, with_vae: bool) -> PreProjSD3Pipeline:

@@ -1,27 +1,15 @@
 """Small training problems: random latents and embeddings for the tiny transformers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 from mmpreproj.data.encoding import EncodedPictures, TextEmbeddings
 from mmpreproj.training.config import TrainConfig
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let every test choose its precision, which accelerate keeps for a whole process; on the CPU everywhere."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture
