@@ -10,30 +10,35 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mmpreproj.patching.config import PreProjConfig
-    from mmpreproj.patching.lifecycle import (
-        adapters,
-        is_patched,
-        named_parameters,
-        parameters,
-        patch,
-        unpatch,
-    )
+    from mmpreproj.patching.control import disable, disabled, enable, is_enabled, scales, set_scale, thaw
+    from mmpreproj.patching.integrity import check_intact
+    from mmpreproj.patching.lifecycle import patch, unpatch
+    from mmpreproj.patching.lookup import adapters, is_patched, named_parameters, parameters
     from mmpreproj.patching.profile import Profile, profile
     from mmpreproj.patching.report import PatchReport
-    from mmpreproj.patching.storage import load, save
+    from mmpreproj.patching.storage import load, push_to_hub, save
 
 _HOMES = {
     "PreProjConfig": "patching.config",
-    "PatchReport": "patching.report",
-    "adapters": "patching.lifecycle",
-    "is_patched": "patching.lifecycle",
-    "named_parameters": "patching.lifecycle",
-    "parameters": "patching.lifecycle",
+    "disable": "patching.control",
+    "disabled": "patching.control",
+    "enable": "patching.control",
+    "is_enabled": "patching.control",
+    "scales": "patching.control",
+    "set_scale": "patching.control",
+    "thaw": "patching.control",
+    "check_intact": "patching.integrity",
     "patch": "patching.lifecycle",
     "unpatch": "patching.lifecycle",
+    "adapters": "patching.lookup",
+    "is_patched": "patching.lookup",
+    "named_parameters": "patching.lookup",
+    "parameters": "patching.lookup",
     "Profile": "patching.profile",
     "profile": "patching.profile",
+    "PatchReport": "patching.report",
     "load": "patching.storage",
+    "push_to_hub": "patching.storage",
     "save": "patching.storage",
 }
 
@@ -43,13 +48,22 @@ __all__ = [
     "Profile",
     "__version__",
     "adapters",
+    "check_intact",
+    "disable",
+    "disabled",
+    "enable",
+    "is_enabled",
     "is_patched",
     "load",
     "named_parameters",
     "parameters",
     "patch",
     "profile",
+    "push_to_hub",
     "save",
+    "scales",
+    "set_scale",
+    "thaw",
     "unpatch",
 ]
 

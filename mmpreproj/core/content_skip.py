@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from mmpreproj.core.precision import cast_to_parameters
-from mmpreproj.core.preprojection import init_normal_
+from mmpreproj.core.linear_map import LinearMap
 
 
 class ContentSkip(nn.Module):
@@ -29,15 +28,14 @@ class ContentSkip(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        device = device or torch.get_default_device()
         self.init_std = init_std
-        self.map = nn.utils.skip_init(nn.Linear, width, width, bias=False, device=device, dtype=dtype)
+        self.map = LinearMap(width, width, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw `W_skip` from `N(0, init_std²)`."""
-        init_normal_(self.map.weight, self.init_std)
+        self.map.reset_parameters(self.init_std)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map features `x_tilde` `[B, N, D]` to their contribution `[B, N, D]` in the dtype of the input."""
-        return self.map(cast_to_parameters(hidden_states, self.map)).to(hidden_states.dtype)  # [B, N, D]
+        return self.map(hidden_states).to(hidden_states.dtype)  # [B, N, D]

@@ -1,12 +1,10 @@
 """The pre-projection: nonlinear features made before any position is applied."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmpreproj.core.precision import cast_to_parameters
+from mmpreproj.core.linear_map import LinearMap
 
 
 class PreProjection(nn.Module):
@@ -36,27 +34,18 @@ class PreProjection(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        device = device or torch.get_default_device()
         hidden = max(1, round(expansion * width))
         self.init_std = init_std
-        self.up = nn.utils.skip_init(nn.Linear, width, hidden, bias=False, device=device, dtype=dtype)
-        self.down = nn.utils.skip_init(nn.Linear, hidden, width, bias=False, device=device, dtype=dtype)
+        self.up = LinearMap(width, hidden, device=device, dtype=dtype)
+        self.down = LinearMap(hidden, width, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw `W_up` as `nn.Linear` does and `W_down` from `N(0, init_std²)`."""
-        nn.init.kaiming_uniform_(self.up.weight, a=math.sqrt(5))
-        init_normal_(self.down.weight, self.init_std)
+        self.up.reset_parameters()
+        self.down.reset_parameters(self.init_std)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map normed tokens `x_hat` `[B, N, D]` to their increment `[B, N, D]` in the dtype of the input."""
-        features = F.silu(self.up(cast_to_parameters(hidden_states, self.up)))  # [B, N, e·D]
+        features = F.silu(self.up(hidden_states))  # [B, N, e·D]
         return self.down(features).to(hidden_states.dtype)  # [B, N, D]
-
-
-def init_normal_(weight: Tensor, std: float) -> None:
-    """Fill a weight in place from `N(0, std²)`; exact zeros where `std` is 0."""
-    if std == 0:
-        nn.init.zeros_(weight)
-    else:
-        nn.init.normal_(weight, std=std)

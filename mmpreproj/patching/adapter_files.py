@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -12,8 +13,8 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmpreproj import __version__
@@ -21,22 +22,41 @@ from mmpreproj.patching.config import PreProjConfig
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+METADATA_KEY = "mmpreproj"
 FORMAT_VERSION = 1
 PARTS = ("down", "skip")
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """What an adapter was made for: model class, token width D, number of joint blocks, heads, and where it is."""
+    """What an adapter was made for.
+
+    Attributes:
+        model_class: name of the model class.
+        width: token width D.
+        depth: number of joint blocks.
+        heads: number of attention heads.
+        name_or_path: where the base is, if that is known.
+        settings: further settings of the model's config that set it apart, as its family names them; None in a file
+            of an earlier version.
+    """
 
     model_class: str
     width: int
     depth: int
     heads: int
     name_or_path: str | None = None
+    settings: dict[str, Any] | None = None
 
     def __str__(self) -> str:
-        return f"{self.model_class} of width {self.width}, depth {self.depth}, {self.heads} heads"
+        further = "".join(f", {key} {value!r}" for key, value in (self.settings or {}).items())
+        return f"{self.model_class} of width {self.width}, depth {self.depth}, {self.heads} heads{further}"
+
+    def fits(self, other: BaseModel) -> bool:
+        """Tell whether an adapter for this base can be put on another."""
+        sizes = (self.width, self.depth, self.heads, self.model_class)
+        alike = sizes == (other.width, other.depth, other.heads, other.model_class)
+        return alike and (None in (self.settings, other.settings) or self.settings == other.settings)
 
 
 @dataclass(frozen=True)
@@ -52,7 +72,7 @@ class SavedAdapter:
     library_version: str
 
     def to_json(self) -> str:
-        """Return the file's text."""
+        """Return the file's text. `save_id` says which weights it was written with."""
         values = {
             "format_version": FORMAT_VERSION,
             "library": "mmpreproj",
@@ -61,21 +81,58 @@ class SavedAdapter:
             "config": self.config.to_dict(),
             "initial_norms": self.initial_norms,
         }
+        values["save_id"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
         return json.dumps(values, indent=2) + "\n"
 
 
+def write_adapter(folder: Path, saved: SavedAdapter, weights: dict[str, Tensor]) -> None:
+    """Write both files, each in one move.
+
+    The weights hold a copy of the config, so that a save broken off between the two moves leaves a whole adapter.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text = saved.to_json()
+    metadata = {METADATA_KEY: text}  # one entry: safetensors writes several in no fixed order
+    write_atomically(folder / WEIGHTS_NAME, lambda path: save_file(weights, path, metadata=metadata))
+    write_atomically(folder / CONFIG_NAME, lambda path: Path(path).write_text(text, encoding="utf-8"))
+
+
 def read_config(folder: Path) -> SavedAdapter:
-    """Read and check `adapter_config.json`.
+    """Read and check an adapter's config: `adapter_config.json`, or, where that is of another save, the weights' copy.
 
     Raises:
         FileNotFoundError: if the folder has none.
         ValueError: if it is not JSON, of another tool, or of a newer format.
     """
     path = folder / CONFIG_NAME
-    if not path.is_file():
+    text = path.read_bytes().decode("utf-8", errors="replace") if path.is_file() else None
+    copy = _config_in_weights(folder / WEIGHTS_NAME)
+    if copy is not None and (text is None or _save_id(text) not in (None, _save_id(copy))):
+        return _parse_config(copy, folder / WEIGHTS_NAME)  # a save was broken off once the weights were written
+    if text is None:
         raise FileNotFoundError(f"{folder} holds no {CONFIG_NAME}, so it is not an adapter saved by mmpreproj")
+    return _parse_config(text, path)
+
+
+def _config_in_weights(path: Path) -> str | None:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get(METADATA_KEY)
+    except (SafetensorError, OSError):
+        return None  # `read_weights` says what is wrong with them
+
+
+def _save_id(text: str) -> str | None:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return None
+    return values.get("save_id") if isinstance(values, dict) else None
+
+
+def _parse_config(text: str, path: Path) -> SavedAdapter:
+    try:
+        values = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); the file is damaged, save the adapter again") from error
     if not isinstance(values, dict) or values.get("library") != "mmpreproj":

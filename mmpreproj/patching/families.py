@@ -56,6 +56,7 @@ class Family:
         norm: what stands before the attention.
         gate: what multiplies the attention output, and so the skip, before the residual sum.
         positions: how the stock model encodes position.
+        settings: names in the model's config that, besides width, depth and heads, set one base apart from another.
     """
 
     model_class: str
@@ -66,6 +67,7 @@ class Family:
     norm: str
     gate: str
     positions: str
+    settings: tuple[str, ...] = ()
 
 
 _IMAGE = Stream("image", argument="hidden_states", position=0, output=0)
@@ -84,6 +86,7 @@ FAMILIES: tuple[Family, ...] = (
         norm="AdaLN-Zero (AdaLN-Continuous for the text of the last block)",
         gate="gate_msa per stream, gate_msa2 for attn2",
         positions="absolute sin-cos in the patch embedding",
+        settings=("qk_norm", "dual_attention_layers"),
     ),
 )
 

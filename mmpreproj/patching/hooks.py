@@ -1,11 +1,15 @@
 """The seam: two stateless hooks on each patched attention module.
 
-Plain module-level functions, so that a patched model can be pickled, deep-copied and compiled. Torch hands the forward
-hook the arguments as the pre-hook replaced them, so nothing has to be kept between the two.
+Plain module-level functions, so that a patched model can be pickled, deep-copied and compiled. The pre-hook makes
+everything from `x_hat`: the features that attention reads, and what goes around attention. Torch hands the forward
+hook the very arguments that the pre-hook returned, so the second part travels with them, and nothing is kept on a
+module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -16,33 +20,50 @@ from mmpreproj.patching.layer import PreProjLayer
 CHILD = "preproj"
 
 
+class ProjectedArguments(tuple):
+    """Positional arguments of an attention call, with what goes around it: by stream, `[B, N, D]`."""
+
+    bypass: dict[str, Tensor]
+
+    def __new__(cls, arguments: Iterable[Any], bypass: dict[str, Tensor]) -> ProjectedArguments:
+        """Make the tuple and let it carry `bypass`."""
+        made = super().__new__(cls, arguments)
+        made.bypass = bypass
+        return made
+
+
 def project_streams(
     attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace each stream's normed tokens by its features before the attention reads them."""
     layer = layer_of(attention)
-    positional, keywords = list(args), dict(kwargs)
+    positional, keywords, bypass = list(args), dict(kwargs), {}
     for stream in layer.site.streams:
         tokens = _stream_tokens(stream, args, kwargs)
         if tokens is None:
             continue
-        features = layer.features(tokens, stream.name)
+        features, skip = layer(tokens, stream.name)
+        if skip is not None:
+            bypass[stream.name] = skip
         if stream.position < len(positional):
             positional[stream.position] = features
         else:
             keywords[stream.argument] = features
-    return tuple(positional), keywords
+    return ProjectedArguments(positional, bypass), keywords
 
 
 def add_content_skip(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Add each stream's content skip to its attention output, before the block gates it."""
-    layer = layer_of(attention)
+    if not isinstance(args, ProjectedArguments):
+        raise RuntimeError(
+            f"another forward pre-hook on this {type(attention).__name__} replaced its positional arguments after "
+            "mmpreproj's, and with them the content skip; register that hook with prepend=True"
+        )
     lone = not isinstance(output, tuple)
     outputs = [output] if lone else list(output)
-    for stream in layer.site.streams:
-        features = _stream_tokens(stream, args, kwargs)
-        if features is not None:
-            outputs[stream.output] = layer.add_bypass(outputs[stream.output], features, stream.name)
+    for stream in layer_of(attention).site.streams:
+        if stream.name in args.bypass:
+            outputs[stream.output] = outputs[stream.output] + args.bypass[stream.name]
     return outputs[0] if lone else tuple(outputs)
 
 
@@ -58,6 +79,37 @@ def detach(attention: nn.Module) -> PreProjLayer:
     _remove_hook(attention._forward_pre_hooks, attention._forward_pre_hooks_with_kwargs, project_streams)
     _remove_hook(attention._forward_hooks, attention._forward_hooks_with_kwargs, add_content_skip)
     return cast(PreProjLayer, attention._modules.pop(CHILD))
+
+
+@contextmanager
+def without_layer(attention: nn.Module) -> Iterator[None]:
+    """Take layer and hooks off for a `with` block, and put them back in their old places among other hooks."""
+    tables: tuple[dict[int, Any], ...] = (
+        attention._forward_pre_hooks,
+        attention._forward_pre_hooks_with_kwargs,
+        attention._forward_hooks,
+        attention._forward_hooks_with_kwargs,
+    )
+    before = [dict(table) for table in tables]
+    layer = detach(attention)
+    ours = [old.keys() - table.keys() for old, table in zip(before, tables, strict=True)]
+    try:
+        yield
+    finally:
+        attention.add_module(CHILD, layer)
+        for table, old, own in zip(tables, before, ours, strict=True):
+            merged = {key: hook for key, hook in old.items() if key in table or key in own} | table
+            table.clear()
+            table.update(merged)
+
+
+def is_attached(attention: nn.Module) -> bool:
+    """Tell whether a module carries a layer and both hooks."""
+    return (
+        isinstance(attention._modules.get(CHILD), PreProjLayer)
+        and project_streams in attention._forward_pre_hooks.values()
+        and add_content_skip in attention._forward_hooks.values()
+    )
 
 
 def layer_of(attention: nn.Module) -> PreProjLayer:

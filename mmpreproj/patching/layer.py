@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mmpreproj.core.content_skip import ContentSkip
 from mmpreproj.core.preprojection import PreProjection
+from mmpreproj.core.scale import Scale
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import AttentionSite, Family, Stream
 
@@ -45,8 +46,11 @@ class AttentionAdapter(nn.Module):
         super().__init__()
         self.config = config
         self.skipped = skipped
-        projected = sorted({self.weights_of(stream.name) for stream in streams}) if config.pre_projection else []
-        bypassed = sorted({self.weights_of(name) for name in skipped}) if config.skip else []
+        self.enabled = True
+        self.scale = Scale(device=device)
+        self.keys = {stream.name: SHARED if config.share == "block" else stream.name for stream in streams}
+        projected = sorted(set(self.keys.values())) if config.pre_projection else []
+        bypassed = sorted({self.keys[name] for name in skipped}) if config.skip else []
         std = config.start_std
         self.pre_projection = nn.ModuleDict(
             {
@@ -59,23 +63,26 @@ class AttentionAdapter(nn.Module):
         )
         self.initial_norms = self.norms()
 
-    def weights_of(self, stream: str) -> str:
-        """Name the weights that a stream uses."""
-        return SHARED if self.config.share == "block" else stream
+    def forward(self, hidden_states: Tensor, stream: str) -> tuple[Tensor | None, Tensor | None]:
+        """Compute what a stream's normed tokens `x_hat` `[B, N, D]` are given.
 
-    def features(self, hidden_states: Tensor, stream: str) -> Tensor:
-        """Turn normed tokens `x_hat` `[B, N, D]` of a stream into features `x_tilde` `[B, N, D]`."""
-        key = self.weights_of(stream)
-        if key not in self.pre_projection:
-            return hidden_states
-        return hidden_states + self.pre_projection[key](hidden_states)
+        Returns:
+            The scaled increment `s · Δ(x_hat)` to the features, and the scaled skip `s · W_skip · (x_hat + Δ(x_hat))`
+            to the attention output, both `[B, N, D]`; None for a part that there is not.
+        """
+        increment, skip, key = None, None, self.keys[stream]
+        features = hidden_states
+        if key in self.pre_projection:
+            increment = self.pre_projection[key](hidden_states)  # [B, N, D]
+            features = hidden_states + increment
+            increment = self.scale(increment)
+        if stream in self.skipped and key in self.content_skip:
+            skip = self.scale(self.content_skip[key](features))  # [B, N, D]
+        return increment, skip
 
-    def bypass(self, features: Tensor, stream: str) -> Tensor | None:
-        """Compute what a stream's features `x_tilde` `[B, N, D]` add to its attention output; None for nothing."""
-        key = self.weights_of(stream)
-        if stream not in self.skipped or key not in self.content_skip:
-            return None
-        return self.content_skip[key](features)
+    def projects(self, stream: str) -> bool:
+        """Tell whether a stream is pre-projected."""
+        return self.keys[stream] in self.pre_projection
 
     def norms(self) -> dict[str, dict[str, float | None]]:
         """Measure `‖W_down‖_F` and `‖W_skip‖_F` per set of weights, in fp32; None while weights are on `meta`."""
@@ -86,10 +93,7 @@ class AttentionAdapter(nn.Module):
 
 
 class PreProjLayer(nn.Module):
-    """The child `preproj` of a patched attention module: its adapters by name, and what the table says of it.
-
-    The hooks in `patching.hooks` call it before and after the attention; it keeps nothing between the two calls.
-    """
+    """The child `preproj` of a patched attention module: its adapters by name, and what the table says of it."""
 
     def __init__(self, family: Family, site: AttentionSite) -> None:
         super().__init__()
@@ -99,25 +103,31 @@ class PreProjLayer(nn.Module):
 
     def active(self) -> Iterator[AttentionAdapter]:
         """Iterate over the adapters that take part in the forward pass."""
-        return cast(Iterator[AttentionAdapter], iter(self.adapters.values()))
+        for adapter in self.adapters.values():
+            if adapter.enabled:
+                yield cast(AttentionAdapter, adapter)
 
-    def features(self, hidden_states: Tensor, stream: str) -> Tensor:
-        """Turn normed tokens `x_hat` `[B, N, D]` of a stream into features `x_tilde` `[B, N, D]`."""
-        for adapter in self.active():
-            hidden_states = adapter.features(hidden_states, stream)
-        return hidden_states
+    def forward(self, hidden_states: Tensor, stream: str) -> tuple[Tensor, Tensor | None]:
+        """Turn a stream's normed tokens `x_hat` `[B, N, D]` into features, and into what goes around attention.
 
-    def add_bypass(self, attention_output: Tensor, features: Tensor, stream: str) -> Tensor:
-        """Add `W_skip · x_tilde` to a stream's attention output, both `[B, N, D]`."""
+        With adapters `i` of scale `sᵢ` and increment `Δᵢ`, each skip reads the features of its own adapter alone:
+        `x_tilde = x_hat + Σ sᵢ Δᵢ(x_hat)` and `skip = Σ sᵢ Wᵢ (x_hat + Δᵢ(x_hat))`.
+
+        Returns:
+            `x_tilde` `[B, N, D]`, and the skip `[B, N, D]` or None.
+        """
+        features, bypass = hidden_states, None
         for adapter in self.active():
-            skipped = adapter.bypass(features, stream)
-            if skipped is not None:
-                attention_output = attention_output + skipped
-        return attention_output
+            increment, skip = adapter(hidden_states, stream)
+            if increment is not None:
+                features = features + increment
+            if skip is not None:
+                bypass = skip if bypass is None else bypass + skip
+        return features, bypass
 
 
 def frobenius_norm(linear: nn.Module) -> float | None:
     """Measure the Frobenius norm of a linear map's weight in fp32; None while it is on `meta`."""
     with torch.no_grad(), align_module_device(linear):
-        weight = linear.weight
+        weight = cast(Tensor, linear.weight)
         return None if weight.is_meta else float(torch.linalg.vector_norm(weight.float()))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mmpreproj.patching.lifecycle import named_adapters, resolve_name, unwrap
+from mmpreproj.patching.lookup import named_adapters, resolve_name, unwrap
 
 
 @dataclass(frozen=True)

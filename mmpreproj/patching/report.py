@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+from torch import nn
+
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
+from mmpreproj.patching.lookup import block_of, layers_with, parameters, resolve_name, unwrap
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class PatchReport:
     model_class: str
     sites: tuple[SiteReport, ...]
     base_parameters: int
+    notes: tuple[str, ...] = ()
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -51,17 +55,42 @@ class PatchReport:
         for site in self.sites:
             projected, skipped = ", ".join(site.projected) or "-", ", ".join(site.skipped) or "-"
             lines.append(f"  {site.path}: pre-projection {projected}; skip {skipped}; {site.parameters:,}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def describe_site(path: str, layer: PreProjLayer, name: str) -> SiteReport:
-    """Describe what one attention module, at `path` in its model, carries of the adapter `name`."""
+def report(model: nn.Module, *, name: str | None = None) -> PatchReport:
+    """Describe an adapter that a model carries, the only one there is for None.
+
+    Raises:
+        ValueError: if the model carries no adapter, none of that name, or several where none is named.
+    """
+    model = unwrap(model)
+    name = resolve_name(model, name)
+    sites = tuple(_describe_site(path, layer, name) for path, layer in layers_with(model, name))
+    added = sum(parameter.numel() for parameter in parameters(model))
+    base = sum(parameter.numel() for parameter in model.parameters()) - added
+    return PatchReport(name, type(model).__name__, sites, base, notes=_notes(model, name))
+
+
+def _describe_site(path: str, layer: PreProjLayer, name: str) -> SiteReport:
     adapter = cast(AttentionAdapter, layer.adapters[name])
-    names = [stream.name for stream in layer.site.streams]
+    streams = [stream.name for stream in layer.site.streams]
     return SiteReport(
-        block=int(path.split(".")[-2]),
+        block=block_of(path),
         path=path,
-        projected=tuple(stream for stream in names if adapter.weights_of(stream) in adapter.pre_projection),
+        projected=tuple(stream for stream in streams if adapter.projects(stream)),
         skipped=adapter.skipped if len(adapter.content_skip) else (),
         parameters=sum(parameter.numel() for parameter in adapter.parameters()),
     )
+
+
+def _notes(model: nn.Module, name: str) -> tuple[str, ...]:
+    """Say where the adapter's weights are kept in another dtype than the base's."""
+    own = {id(parameter) for parameter in parameters(model)}
+    adapter = {parameter.dtype for parameter in parameters(model, name)}
+    base = {parameter.dtype for parameter in model.parameters() if id(parameter) not in own and parameter.ndim > 1}
+    if base <= adapter:
+        return ()
+    words = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in adapter))
+    others = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in base - adapter))
+    return (f"the adapter is {words}; the base is kept in {others} too, which the adapter takes no part in",)

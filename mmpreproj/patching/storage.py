@@ -3,58 +3,78 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import torch
 from accelerate.utils import align_module_device
-from safetensors.torch import save_file
+from huggingface_hub import HfApi
 from torch import Tensor, nn
 
 from mmpreproj import __version__
 from mmpreproj.patching.adapter_files import (
-    CONFIG_NAME,
     WEIGHTS_NAME,
     BaseModel,
     SavedAdapter,
     find_folder,
     read_config,
     read_weights,
-    write_atomically,
+    write_adapter,
 )
+from mmpreproj.patching.card import write_card
 from mmpreproj.patching.config import PreProjConfig
-from mmpreproj.patching.families import Family, find_family, joint_blocks
+from mmpreproj.patching.families import Family, joint_blocks
 from mmpreproj.patching.hooks import CHILD
+from mmpreproj.patching.layer import AttentionAdapter
 from mmpreproj.patching.lifecycle import (
+    BuiltAdapter,
+    build,
+    check_new_name,
+    family_for,
+    install,
+    unpatch,
+)
+from mmpreproj.patching.lookup import (
+    adapters,
     attention_sites,
+    block_of,
     family_of,
     named_adapters,
-    patch,
-    report,
+    parameters,
     resolve_name,
-    unpatch,
     unwrap,
 )
-from mmpreproj.patching.report import PatchReport
+from mmpreproj.patching.profile import profile
+from mmpreproj.patching.report import PatchReport, report
 
 
 def save(
-    model: nn.Module, folder: str | os.PathLike[str], *, name: str | None = None, base_model: str | None = None
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    base_model: str | None = None,
+    card: bool = True,
 ) -> Path:
-    """Write a model's adapter to a folder; the base is not written.
+    """Write one of a model's adapters to a folder; the base is not written, and neither are name and scale.
 
-    Each file is written beside its final name and moved over it, so that an interrupted save leaves whole files.
+    Each file is written beside its final name and moved over it, so that an interrupted save leaves the old adapter
+    or the new one.
 
     Args:
         model: a patched model.
         folder: made if it does not exist.
         name: which adapter; None for the only one.
         base_model: hub id or folder of the base, kept in the file; defaults to where the model was loaded from.
+        card: write a model card too, `README.md` with the skip profile's picture `profile.png`. A README that this
+            function did not write is left alone.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: if the model carries no adapter, its weights are on the `meta` device, or one is not finite.
+        ValueError: if the model carries no adapter or several and none is named, its weights are on the `meta` device,
+            or one is not finite.
     """
     model = unwrap(model)
     name = resolve_name(model, name)
@@ -66,10 +86,46 @@ def save(
         library_version=__version__,
     )
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / WEIGHTS_NAME, lambda path: save_file(weights, path, metadata={"format": "pt"}))
-    write_atomically(folder / CONFIG_NAME, lambda path: Path(path).write_text(saved.to_json(), encoding="utf-8"))
+    write_adapter(folder, saved, weights)
+    if card:
+        write_card(folder, saved, report(model, name=name), profile(model, name=name))
     return folder
+
+
+def push_to_hub(
+    model: nn.Module,
+    repo_id: str,
+    *,
+    name: str | None = None,
+    base_model: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
+    commit_message: str = "Upload mmpreproj adapter",
+) -> str:
+    """Save an adapter with its card and upload it; the repository is made if it does not exist.
+
+    Args:
+        model: a patched model.
+        repo_id: `owner/name` on the hub.
+        name: which adapter; None for the only one.
+        base_model: hub id of the base, for the card; see `save`.
+        private: whether a new repository is private; None for the account's default.
+        token: access token; None for the one that is logged in.
+        commit_message: of the upload.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        ValueError: see `save`; nothing is uploaded then.
+        huggingface_hub.errors.HfHubHTTPError: if the hub refuses.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, folder, name=name, base_model=base_model)
+        hub = HfApi(token=token)
+        repo = hub.create_repo(repo_id, private=private, exist_ok=True)
+        commit = hub.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message=commit_message)
+    return str(commit.commit_url)
 
 
 def load(
@@ -77,41 +133,48 @@ def load(
     source: str | os.PathLike[str],
     *,
     name: str = "default",
+    replace: bool = False,
     family: Family | None = None,
     subfolder: str | None = None,
     revision: str | None = None,
 ) -> PatchReport:
     """Patch a model with a saved adapter; on any error the model is left as it was.
 
-    The loaded weights take the dtype of the attention they join, whatever dtype the file holds.
+    Loaded weights take the dtype of the attention they join, whatever dtype the file holds.
 
     Args:
-        model: an unpatched model of the class and size that the adapter was made for.
+        model: a model of the class and size that the adapter was made for.
         source: a folder, or a hub id.
         name: what the adapter is called on this model.
+        replace: swap it in for the adapter that has this name now, whose scale and switch it takes over. Where both
+            have the same shape the weights are changed in place, and a compiled model is not compiled again.
         family: a row of your own for a model that the table does not know.
         subfolder: a folder inside `source`.
         revision: branch, tag or commit on the hub.
 
+    Returns:
+        A report of blocks, streams and parameters.
+
     Raises:
         FileNotFoundError: if there is no adapter at `source`.
-        ValueError: if a file is damaged or foreign, or the adapter was made for another base; both are named.
+        ValueError: if a file is damaged or foreign, the adapter was made for another base (both are named), or the
+            name is taken and `replace` is false.
     """
-    folder = find_folder(source, subfolder=subfolder, revision=revision)
-    saved = read_config(folder)
-    weights = read_weights(folder)
     model = unwrap(model)
-    family = find_family(model) if family is None else family
+    folder = find_folder(source, subfolder=subfolder, revision=revision)
+    saved, weights = read_config(folder), read_weights(folder)
+    present = replace and name in adapters(model)
+    if not present:
+        check_new_name(model, name)
+    family = family_for(model, family)
     _check_base(saved.base, describe_base(model, family), folder)
     with torch.random.fork_rng():  # the start that is about to be overwritten must not disturb anybody's seed
-        patch(model, saved.config, name=name, family=family)
-    try:
-        _copy_weights(model, name, weights, folder)
-    except BaseException:
-        unpatch(model, name)
-        raise
-    for path, adapter in named_adapters(model, name):
-        adapter.initial_norms = saved.initial_norms.get(path, adapter.initial_norms)
+        built = build(model, saved.config, family=family)
+    _fill(built, saved, weights, folder)
+    if not present:
+        install(model, built, name=name)
+    elif not _copy_in_place(model, built, name=name):
+        _replace_modules(model, built, name=name)
     return report(model, name=name)
 
 
@@ -127,7 +190,6 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
             with align_module_device(module):
                 for key, parameter in module.named_parameters(recurse=False):
                     full = f"{path}.{CHILD}.{module_path}.{key}"
-                    _check_own(full)
                     _check_savable(full, parameter)
                     state[full] = parameter.detach().to("cpu", copy=True).contiguous()
     return state
@@ -142,26 +204,20 @@ def describe_base(model: nn.Module, family: Family, *, name_or_path: str | None 
     """Describe a model as the base of an adapter."""
     _, _, _, attention = next(attention_sites(model, family))
     config = getattr(model, "config", None)
+    settings = {key: getattr(config, key, None) for key in family.settings}
     return BaseModel(
-        model_class=type(model).__name__,
+        model_class=family.model_class,  # what a subclass changes is not in the weights
         width=int(getattr(attention, family.width)),
         depth=len(joint_blocks(model, family)),
         heads=int(getattr(attention, family.heads)),
         name_or_path=name_or_path or _pipeline_of(getattr(config, "_name_or_path", None)),
+        settings={key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()},
     )
 
 
 def _pipeline_of(source: str | None) -> str | None:
     """Name the pipeline that a transformer was loaded from, which is the folder around its own."""
     return str(Path(source).parent) if source and Path(source).name == "transformer" else source
-
-
-def _check_own(key: str) -> None:
-    if ".base_layer." in key or ".lora_" in key:
-        raise ValueError(
-            f"another adapter wraps this one ({key}), as LoRA on 'all-linear' does; nothing was saved. "
-            f"Remove it, and add it again with exclude_modules=r'.*\\.{CHILD}\\..*'"
-        )
 
 
 def _check_savable(key: str, parameter: Tensor) -> None:
@@ -172,15 +228,15 @@ def _check_savable(key: str, parameter: Tensor) -> None:
 
 
 def _check_base(saved: BaseModel, found: BaseModel, folder: Path) -> None:
-    same = (saved.model_class, saved.width, saved.depth, saved.heads)
-    if same != (found.model_class, found.width, found.depth, found.heads):
+    if not saved.fits(found):
         raise ValueError(f"the adapter in {folder} was made for {saved}, but this model is {found}")
 
 
-def _copy_weights(model: nn.Module, name: str, weights: dict[str, Tensor], folder: Path) -> None:
+def _fill(built: BuiltAdapter, saved: SavedAdapter, weights: dict[str, Tensor], folder: Path) -> None:
+    """Give a built adapter the values of a file."""
     targets = {
         f"{path}.{CHILD}.{key}": parameter
-        for path, adapter in named_adapters(model, name)
+        for path, (_, _, adapter) in built.sites.items()
         for key, parameter in adapter.named_parameters()
     }
     missing, surplus = sorted(set(targets) - set(weights)), sorted(set(weights) - set(targets))
@@ -199,3 +255,41 @@ def _copy_weights(model: nn.Module, name: str, weights: dict[str, Tensor], folde
             raise ValueError(f"{key} of the model is on the meta device; load the base's weights before the adapter's")
         with torch.no_grad():
             parameter.copy_(weights[key])
+    for path, (_, _, adapter) in built.sites.items():
+        adapter.initial_norms = saved.initial_norms.get(path, adapter.initial_norms)
+
+
+def _copy_in_place(model: nn.Module, built: BuiltAdapter, *, name: str) -> bool:
+    """Give the adapter of that name the values of a built one, if it has the same shape; tell whether it has."""
+    present = dict(named_adapters(model, name))
+    fresh = {path: adapter for path, (_, _, adapter) in built.sites.items()}
+    if present.keys() != fresh.keys() or not all(_alike(present[path], fresh[path]) for path in present):
+        return False
+    for path, old in present.items():
+        with torch.no_grad():
+            for target, source in zip(old.parameters(), fresh[path].parameters(), strict=True):
+                target.copy_(source)
+        old.config, old.initial_norms = fresh[path].config, fresh[path].initial_norms
+    return True
+
+
+def _alike(old: AttentionAdapter, new: AttentionAdapter) -> bool:
+    def shape(adapter: AttentionAdapter) -> tuple:
+        sizes = tuple((key, parameter.shape, parameter.is_meta) for key, parameter in adapter.named_parameters())
+        return sizes, adapter.skipped, adapter.keys
+
+    return shape(old) == shape(new)
+
+
+def _replace_modules(model: nn.Module, built: BuiltAdapter, *, name: str) -> None:
+    """Put a built adapter in the place of the one that has its name."""
+    trained = any(parameter.requires_grad for parameter in parameters(model, name))
+    old = {block_of(path): adapter for path, adapter in named_adapters(model, name)}
+    fallback = next(iter(old.values()))
+    for path, (_, _, adapter) in built.sites.items():
+        source = old.get(block_of(path), fallback)
+        adapter.scale.set(source.scale.factor)
+        adapter.enabled = source.enabled
+        adapter.requires_grad_(trained)
+    unpatch(model, name)
+    install(model, built, name=name)

@@ -31,7 +31,8 @@ from transformers import (
 )
 
 from mmpreproj.patching.adapter_files import CONFIG_NAME
-from mmpreproj.patching.lifecycle import detached, is_patched, unwrap
+from mmpreproj.patching.lifecycle import detached
+from mmpreproj.patching.lookup import is_patched, unwrap
 from mmpreproj.patching.storage import load, save
 from mmpreproj.pipelines.adapter_folder import ADAPTER_FOLDER, find_adapter, remove_adapter
 from mmpreproj.pipelines.latents import check_finite, decode_to_pixels, encode_pixels

@@ -1,21 +1,17 @@
-"""Pictures of a run: loss curves, skip profile, labelled grids."""
+"""Pictures of a run: loss curves and labelled grids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, NullFormatter
 from PIL import Image
 
-from mmpreproj.patching.profile import Profile
 from mmpreproj.training.loop import StepRecord
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
-
-TRAIN, HELD_OUT, INITIAL = "#9ab6d3", "#b3282d", "#e08a2e"
+TRAIN, HELD_OUT = "#9ab6d3", "#b3282d"
 
 
 def draw_loss_curves(history: Sequence[StepRecord], path: Path, *, window: int = 25) -> None:
@@ -28,7 +24,8 @@ def draw_loss_curves(history: Sequence[StepRecord], path: Path, *, window: int =
     """
     train = [(record.step, record.loss) for record in history if record.loss is not None]
     held_out = [(record.step, record.held_out) for record in history if record.held_out is not None]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     steps, losses = [step for step, _ in train], [loss for _, loss in train]
     axes.plot(steps, losses, color=TRAIN, linewidth=0.6, label="training, each step")
     smooth = [sum(losses[max(0, end - window) : end]) / min(end, window) for end in range(1, len(losses) + 1)]
@@ -39,32 +36,10 @@ def draw_loss_curves(history: Sequence[StepRecord], path: Path, *, window: int =
     axes.set(xlabel="optimiser steps", ylabel="flow loss (mean squared error of ε − x)", yscale="log")
     axes.set_ylim(bottom=0.9 * min(losses), top=min(max(losses), 2.0) * 1.1)
     axes.set_yticks([0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1, 1.5, 2], minor=False)
-    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False)
-    _write(figure, path)
-
-
-def draw_profile(profile: Profile, path: Path) -> None:
-    """Draw `‖W_skip‖_F` and `‖W_down‖_F` per block, with their initial values as ticks across the bars."""
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    labels = [_row_label(row.block, row.attention, row.weights) for row in profile]
-    columns = (
-        ("‖W_skip‖, content skip", [(row.skip, row.skip_initial) for row in profile]),
-        ("‖W_down‖, pre-projection", [(row.down, row.down_initial) for row in profile]),
-    )
-    for axes, (title, values) in zip(panels, columns, strict=True):
-        places, now, start = (
-            range(len(labels)),
-            [now or 0.0 for now, _ in values],
-            [first or 0.0 for _, first in values],
-        )
-        axes.bar(places, now, color="#2b5d8c", label="now")
-        axes.scatter(places, start, color=INITIAL, marker="_", s=200, label="at the start")
-        axes.set_xticks(places, labels)
-        axes.set(title=f"{title} (Frobenius norm)", xlabel="block", ylim=(0, 1.25 * max([*now, *start, 1e-12])))
-        axes.legend(frameon=False, loc="upper center", ncols=2)
     _write(figure, path)
 
 
@@ -83,9 +58,8 @@ def draw_grid(rows: Sequence[tuple[str, Sequence[Image.Image]]], path: Path, *, 
         raise ValueError("a grid needs at least one row, and a picture in each")
     columns = max(len(pictures) for _, pictures in rows)
     inch = cell / 100
-    figure, axes = plt.subplots(
-        len(rows), columns, figsize=(columns * inch + 1.8, len(rows) * inch), squeeze=False, dpi=100
-    )
+    figure = Figure(figsize=(columns * inch + 1.8, len(rows) * inch), dpi=100)
+    axes = figure.subplots(len(rows), columns, squeeze=False)
     figure.subplots_adjust(left=1.7 / (columns * inch + 1.8), right=0.995, top=0.995, bottom=0.005, wspace=0.06)
     for line, (prompt, pictures) in zip(axes, rows, strict=True):
         for column, panel in enumerate(line):
@@ -98,11 +72,6 @@ def draw_grid(rows: Sequence[tuple[str, Sequence[Image.Image]]], path: Path, *, 
     _write(figure, path)
 
 
-def _row_label(block: int, attention: str, weights: str) -> str:
-    label = str(block) if attention == "attn" else f"{block} {attention}"
-    return label if weights == "shared" else f"{label}\n{weights}"
-
-
 def _wrap(text: str, width: int = 20, lines: int = 5) -> str:
     import textwrap
 
@@ -112,4 +81,3 @@ def _wrap(text: str, width: int = 20, lines: int = 5) -> str:
 def _write(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
-    plt.close(figure)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from mmpreproj.patching.lifecycle import is_patched
+from mmpreproj.patching.lookup import is_patched
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 
 

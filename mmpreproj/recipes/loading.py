@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from mmpreproj.patching.adapter_files import CONFIG_NAME, read_config
-from mmpreproj.patching.lifecycle import is_patched, unpatch
+from mmpreproj.patching.lifecycle import unpatch
+from mmpreproj.patching.lookup import is_patched
 from mmpreproj.patching.storage import load
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 import mmpreproj
-from mmpreproj.patching.lifecycle import is_patched, report
+from mmpreproj.patching.lookup import is_patched
 from mmpreproj.patching.profile import profile
+from mmpreproj.patching.report import report
 from mmpreproj.recipes.figures import draw_grid
 from mmpreproj.recipes.generate import Sampling, best_device, generate
 from mmpreproj.recipes.train import TrainingRun, run_training

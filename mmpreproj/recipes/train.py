@@ -21,11 +21,14 @@ from mmpreproj.data.encoding import EncodedPictures, encode_pictures, split_held
 from mmpreproj.data.folder import FolderSource
 from mmpreproj.data.openmoji import OpenMojiSource
 from mmpreproj.data.pictures import PictureSource, SkippedPicture
-from mmpreproj.patching.lifecycle import adapters, is_patched, patch, report
+from mmpreproj.patching.card import draw_profile
+from mmpreproj.patching.lifecycle import patch
+from mmpreproj.patching.lookup import adapters, is_patched
 from mmpreproj.patching.profile import profile
+from mmpreproj.patching.report import report
 from mmpreproj.patching.storage import adapter_config, save
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
-from mmpreproj.recipes.figures import draw_loss_curves, draw_profile
+from mmpreproj.recipes.figures import draw_loss_curves
 from mmpreproj.recipes.loading import open_pipeline
 from mmpreproj.recipes.output import check_inputs_survive, check_output, clear_output
 from mmpreproj.recipes.progress import Reporter

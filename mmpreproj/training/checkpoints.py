@@ -10,7 +10,8 @@ from typing import Literal
 
 from torch import nn
 
-from mmpreproj.patching.lifecycle import detached, is_patched
+from mmpreproj.patching.lifecycle import detached
+from mmpreproj.patching.lookup import is_patched
 from mmpreproj.patching.storage import save
 
 PREFIX = "step-"
@@ -21,12 +22,12 @@ def write_weights(
 ) -> None:
     """Write what a mode trains: the adapter alone, or `transformer/` (the base) and `preproj/` (the adapter)."""
     if mode == "probe":
-        save(transformer, folder, base_model=base_model)
+        save(transformer, folder, base_model=base_model, card=False)
         return
     with detached(transformer) as base:
         base.save_pretrained(folder / "transformer")  # type: ignore[operator]
     if is_patched(transformer):
-        save(transformer, folder / "preproj", base_model=base_model)
+        save(transformer, folder / "preproj", base_model=base_model, card=False)
 
 
 def write_checkpoint(

@@ -11,7 +11,7 @@ from diffusers.training_utils import cast_training_params
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
-from mmpreproj.patching.lifecycle import is_patched, parameters
+from mmpreproj.patching.lookup import is_patched, parameters
 from mmpreproj.training.config import ConfigError, OptimizerConfig
 
 

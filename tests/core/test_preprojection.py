@@ -3,9 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from mmpreproj.core.precision import cast_to_parameters
 from mmpreproj.core.preprojection import PreProjection
 
 
@@ -87,11 +85,3 @@ def test_fp32_weights_serve_a_half_precision_base():
     x = torch.randn(2, 3, 16).bfloat16()
     assert module(x).dtype == torch.bfloat16
     assert torch.equal(module(x), module(x.float()).bfloat16()), "computed in the dtype of the weights"
-
-
-def test_autocast_decides_the_dtype_where_it_is_on():
-    linear, x = nn.Linear(4, 4), torch.randn(2, 4, dtype=torch.float16)
-    assert cast_to_parameters(x, linear).dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert cast_to_parameters(x, linear) is x
-    assert cast_to_parameters(x, nn.Identity()) is x

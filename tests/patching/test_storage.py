@@ -1,6 +1,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import nn
 import mmpreproj
 from mmpreproj import PreProjConfig
 from mmpreproj.patching.adapter_files import write_atomically
+from mmpreproj.patching.families import find_family
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = ["README.md", CONFIG, WEIGHTS, "profile.png"]
 
 
 @pytest.fixture
@@ -79,7 +82,7 @@ def test_files_are_named_and_filled_as_documented(make_transformer, style, tmp_p
     mmpreproj.patch(model, config, name="mine")
     shake(model)
     mmpreproj.save(model, tmp_path / "deep" / "folder", base_model="someone/some-base")
-    assert sorted(path.name for path in (tmp_path / "deep" / "folder").iterdir()) == [CONFIG, WEIGHTS]
+    assert sorted(os.listdir(tmp_path / "deep" / "folder")) == FILES
     values = json.loads((tmp_path / "deep" / "folder" / CONFIG).read_text())
     assert values["format_version"] == 1
     assert (values["library"], values["library_version"]) == ("mmpreproj", mmpreproj.__version__)
@@ -89,6 +92,10 @@ def test_files_are_named_and_filled_as_documented(make_transformer, style, tmp_p
         "depth": 2,
         "heads": 2,
         "name_or_path": "someone/some-base",
+        "settings": {
+            "qk_norm": "rms_norm" if style == "sd35" else None,
+            "dual_attention_layers": [0] if style == "sd35" else [],
+        },
     }
     assert PreProjConfig.from_dict(values["config"]) == config
     weights = load_file(tmp_path / "deep" / "folder" / WEIGHTS)
@@ -103,7 +110,7 @@ def test_name_of_the_adapter_never_enters_a_file(make_transformer, tmp_path):
         torch.manual_seed(0)
         mmpreproj.patch(model, name=name)
         mmpreproj.save(model, tmp_path / name)
-    for file in (CONFIG, WEIGHTS):
+    for file in FILES:
         assert (tmp_path / "default" / file).read_bytes() == (tmp_path / "another" / file).read_bytes()
 
 
@@ -204,7 +211,7 @@ def test_another_size_is_refused_with_both_named(
     mmpreproj.patch(model, PreProjConfig(blocks=blocks))
     mmpreproj.save(model, tmp_path)
     match = (
-        "was made for SD3Transformer2DModel of width 32, depth 2, 2 heads, "
+        r"was made for SD3Transformer2DModel of width 32, depth 2, 2 heads, qk_norm .*, dual_attention_layers .*, "
         f"but this model is SD3Transformer2DModel of {found}"
     )
     refuses(tmp_path, ValueError, match, make_transformer(style, **overrides))
@@ -212,8 +219,42 @@ def test_another_size_is_refused_with_both_named(
 
 def test_another_class_is_refused_with_both_named(make_transformer, style, saved, refuses):
     model = make_transformer(style)
-    model.__class__ = type("OtherTransformer", (type(model),), {})
-    refuses(saved, ValueError, "was made for SD3Transformer2DModel of .* but this model is OtherTransformer of", model)
+    row = replace(find_family(model), model_class="OtherTransformer")
+    match = "was made for SD3Transformer2DModel of .* but this model is OtherTransformer of"
+    refuses(saved, ValueError, match, model, family=row)
+
+
+def test_a_subclass_takes_the_adapter_of_its_class_and_the_other_way_round(make_transformer, style, saved, predict):
+    model, other = make_transformer(style), make_transformer(style)
+    other.__class__ = type("OtherTransformer", (type(other),), {})
+    mmpreproj.load(model, saved)
+    mmpreproj.load(other, saved)
+    assert torch.equal(predict(other), predict(model))
+    mmpreproj.save(other, saved)
+    mmpreproj.unpatch(model)
+    mmpreproj.load(model, saved)
+    assert torch.equal(predict(other), predict(model))
+
+
+@pytest.mark.parametrize("dual_attention", [True, False])
+def test_bases_of_one_size_are_told_apart(make_transformer, tmp_path, refuses, dual_attention: bool):
+    """SD3-medium and SD3.5-medium have the same class, width, depth and number of heads."""
+    model = make_transformer("sd3")
+    mmpreproj.patch(model, PreProjConfig(dual_attention=dual_attention))
+    mmpreproj.save(model, tmp_path)
+    match = (
+        r"made for .* 2 heads, qk_norm None, dual_attention_layers \[\], "
+        r"but this model is .* 2 heads, qk_norm 'rms_norm', dual_attention_layers \[0\]"
+    )
+    refuses(tmp_path, ValueError, match, make_transformer("sd35"))
+
+
+def test_a_file_that_does_not_tell_the_settings_of_its_base_loads(make_transformer, style, saved, predict):
+    model, other = make_transformer(style), make_transformer(style)
+    mmpreproj.load(model, saved)
+    edit_config(saved, lambda values: values["base"].pop("settings"))
+    mmpreproj.load(other, saved)
+    assert torch.equal(predict(other), predict(model))
 
 
 def test_a_model_without_joint_blocks_is_refused(saved):
@@ -227,7 +268,6 @@ def test_a_patched_model_is_refused(make_transformer, style, saved, refuses):
     model = make_transformer(style)
     mmpreproj.patch(model)
     refuses(saved, ValueError, "already patched under the name 'default'", model)
-    refuses(saved, ValueError, "already carries the adapter 'default'", model, name="second")
 
 
 def test_a_bad_name_is_refused(saved, refuses):
@@ -238,7 +278,7 @@ def test_an_adapter_with_dual_attention_does_not_fit_a_model_without(make_transf
     model = make_transformer("sd35")
     mmpreproj.patch(model)
     mmpreproj.save(model, tmp_path)
-    match = r"keys match; missing \[\], not expected \['transformer_blocks.0.attn2"
+    match = r"dual_attention_layers \[0\], but this model is .* dual_attention_layers \[\]"
     refuses(tmp_path, ValueError, match, make_transformer("sd3"))
 
 
@@ -397,7 +437,7 @@ def test_saving_over_an_adapter_replaces_it(make_transformer, style, saved, shak
     mmpreproj.save(model, saved)
     mmpreproj.load(other, saved)
     assert torch.equal(predict(other), predict(model))
-    assert sorted(os.listdir(saved)) == [CONFIG, WEIGHTS]
+    assert sorted(os.listdir(saved)) == FILES
 
 
 def test_saving_changes_nothing_in_the_model(transformer, snapshot, tmp_path):
@@ -408,12 +448,16 @@ def test_saving_changes_nothing_in_the_model(transformer, snapshot, tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_adapter_that_lora_wraps_is_not_saved_under_foreign_keys(transformer, tmp_path):
+def test_lora_on_all_linear_leaves_the_adapter_alone(transformer, predict, shake, tmp_path):
     mmpreproj.patch(transformer)
+    shake(transformer)
+    before, keys = predict(transformer), [key for key, _ in mmpreproj.named_parameters(transformer)]
     transformer.add_adapter(LoraConfig(r=2, target_modules="all-linear"))
-    with pytest.raises(ValueError, match=r"another adapter wraps this one .*exclude_modules"):
-        mmpreproj.save(transformer, tmp_path / "adapter")
-    assert not (tmp_path / "adapter").exists()
+    assert any(".lora_A." in key for key, _ in transformer.named_parameters())
+    assert [key for key, _ in mmpreproj.named_parameters(transformer)] == keys
+    assert torch.equal(predict(transformer), before)
+    mmpreproj.save(transformer, tmp_path)
+    assert not any("lora" in key or "base_layer" in key for key in load_file(tmp_path / WEIGHTS))
 
 
 def test_loading_onto_a_model_without_weights_is_refused(make_transformer, style, saved):

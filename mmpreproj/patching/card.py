@@ -1,0 +1,104 @@
+"""The model card of a saved adapter: a README with its skip profile as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmpreproj.patching.adapter_files import SavedAdapter, write_atomically
+from mmpreproj.patching.profile import Profile
+from mmpreproj.patching.report import PatchReport
+
+CARD_NAME = "README.md"
+PICTURE_NAME = "profile.png"
+MARK = "<!-- written by mmpreproj.save, and written anew by it while this line is here -->"
+INITIAL = "#e08a2e"
+
+
+def write_card(folder: Path, saved: SavedAdapter, report: PatchReport, profile: Profile) -> None:
+    """Write `README.md` and `profile.png` beside an adapter; a README without our mark is left alone."""
+    card = folder / CARD_NAME
+    if card.is_file() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
+        return
+    write_atomically(folder / PICTURE_NAME, lambda path: draw_profile(profile, Path(path)))
+    text = _card(saved, report, profile)
+    write_atomically(card, lambda path: Path(path).write_text(text, encoding="utf-8"))
+
+
+def draw_profile(profile: Profile, path: Path) -> None:
+    """Draw `‖W_skip‖_F` and `‖W_down‖_F` per block as PNG, with their initial values as ticks across the bars."""
+    from matplotlib.figure import Figure  # a second to import, and not needed to patch
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    labels = [_row_label(row.block, row.attention, row.weights) for row in profile]
+    columns = (
+        ("‖W_skip‖, content skip", [(row.skip, row.skip_initial) for row in profile]),
+        ("‖W_down‖, pre-projection", [(row.down, row.down_initial) for row in profile]),
+    )
+    for axes, (title, values) in zip(figure.subplots(1, 2), columns, strict=True):
+        now, start = [end or 0.0 for end, _ in values], [first or 0.0 for _, first in values]
+        places = range(len(labels))
+        axes.bar(places, now, color="#2b5d8c", label="now")
+        axes.scatter(places, start, color=INITIAL, marker="_", s=200, label="at the start")
+        axes.set_xticks(places, labels, fontsize=9 if len(labels) <= 16 else 6)
+        axes.set(title=f"{title} (Frobenius norm)", xlabel="block", ylim=(0, 1.25 * max([*now, *start, 1e-12])))
+        axes.legend(frameon=False, loc="upper center", ncols=2)
+    figure.savefig(path, dpi=100, format="png")
+
+
+def _row_label(block: int, attention: str, weights: str) -> str:
+    label = str(block) if attention == "attn" else f"{block} {attention}"
+    return label if weights == "shared" else f"{label}\n{weights}"
+
+
+def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
+    base, source = saved.base, saved.base.name_or_path
+    on_hub = source is not None and source.count("/") == 1 and not Path(source).exists()
+    front = ["---", "library_name: mmpreproj", *([f"base_model: {source}"] if on_hub else [])]
+    front += ["tags:", "- mmpreproj", "- diffusers", "- adapter", "---"]
+    where = f"`{source}`" if on_hub else f"a `{base.model_class}`"
+    lines = [
+        *front,
+        MARK,
+        "",
+        "# Pre-projection and content skip",
+        "",
+        f"An adapter for {where}: nonlinear features before Q/K/V, and a linear way around attention "
+        "([arXiv 2604.10791](https://arxiv.org/abs/2604.10791)).",
+        "",
+        "```python",
+        "import mmpreproj",
+        "",
+        'mmpreproj.load(pipe.transformer, "this folder or hub id")',
+        "```",
+        "",
+        "| what | value |",
+        "|---|---|",
+        f"| made for | {base} |",
+        f"| blocks | {_ranges(report.blocks)} |",
+        f"| streams | {', '.join(report.streams)} |",
+        f"| parameters | {report.parameters:,} |",
+        *(f"| `{field}` | {value!r} |" for field, value in saved.config.to_dict().items()),
+        f"| saved by | mmpreproj {saved.library_version} |",
+        "",
+        "## Skip profile",
+        "",
+        f"![norms of W_skip and W_down per block]({PICTURE_NAME})",
+        "",
+        "```",
+        str(profile),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _ranges(blocks: Sequence[int]) -> str:
+    """Write ascending indices shortly: `0 to 3, 7`."""
+    runs: list[list[int]] = []
+    for block in blocks:
+        if runs and block == runs[-1][1] + 1:
+            runs[-1][1] = block
+        else:
+            runs.append([block, block])
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs)

@@ -1,0 +1,157 @@
+"""Set the strength of adapters, switch them off and on, thaw them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any
+
+from torch import nn
+
+from mmpreproj.patching.families import joint_blocks
+from mmpreproj.patching.layer import AttentionAdapter
+from mmpreproj.patching.lookup import (
+    block_of,
+    family_of,
+    named_adapters,
+    parameters,
+    resolve_names,
+    unwrap,
+)
+
+BlockScales = float | Sequence[float] | Mapping[int, float]
+TAKES = "a number, a list with one number for each block of the model, or {block: number}"
+
+
+def set_scale(model: nn.Module, scale: BlockScales | Mapping[str, BlockScales]) -> None:
+    """Set how strongly adapters act: 1 as trained, 0 not at all (the base, bit for bit).
+
+    With several adapters `i` of scale `sᵢ` and increment `Δᵢ`: `x_tilde = x_hat + Σ sᵢ Δᵢ(x_hat)`, and what goes
+    around attention is `Σ sᵢ Wᵢ (x_hat + Δᵢ(x_hat))`. A compiled model is not compiled again. Scales are settings of
+    the model; `save` does not write them.
+
+    Args:
+        model: a patched model.
+        scale: a number for every adapter and block; a list with one number for each block of the model; `{block:
+            number}`, which leaves other blocks as they are; or `{name: …}` with any of these per adapter.
+
+    Raises:
+        TypeError: if a scale is no number.
+        ValueError: if it is not finite, a list has another length than the model has blocks, or an adapter or block
+            is not there. Nothing is changed then.
+    """
+    model = unwrap(model)
+    by_name = isinstance(scale, Mapping) and any(isinstance(key, str) for key in scale)
+    wanted: Any = scale if by_name else dict.fromkeys(resolve_names(model, None), scale)
+    changes = [change for name, value in wanted.items() for change in _changes(model, name, value)]
+    for adapter, factor in changes:
+        adapter.scale.set(factor)
+
+
+def scales(model: nn.Module) -> dict[str, dict[int, float]]:
+    """Read the scale of every adapter in each block that it is on: `{name: {block: scale}}`.
+
+    Raises:
+        ValueError: if the model carries no adapter.
+    """
+    model = unwrap(model)
+    return {
+        name: {block_of(path): adapter.scale.factor for path, adapter in named_adapters(model, name)}
+        for name in resolve_names(model, None)
+    }
+
+
+def disable(model: nn.Module, name: str | None = None) -> None:
+    """Switch an adapter off, all of them for None: it is not computed, and scale and weights stay.
+
+    A compiled model is compiled once for each combination of switches; to change strength without that, use
+    `set_scale`.
+
+    Raises:
+        ValueError: if the model carries no adapter, or none of that name.
+    """
+    _switch(model, name, on=False)
+
+
+def enable(model: nn.Module, name: str | None = None) -> None:
+    """Switch an adapter on again, all of them for None; see `disable`."""
+    _switch(model, name, on=True)
+
+
+def is_enabled(model: nn.Module, name: str | None = None) -> bool:
+    """Tell whether an adapter, the only one for None, is switched on anywhere."""
+    model = unwrap(model)
+    return any(adapter.enabled for found in resolve_names(model, name) for _, adapter in named_adapters(model, found))
+
+
+@contextmanager
+def disabled(model: nn.Module, name: str | None = None) -> Iterator[nn.Module]:
+    """Switch an adapter off, all of them for None, for the length of a `with` block; the model is its base then.
+
+    Raises:
+        ValueError: if the model carries no adapter, or none of that name.
+    """
+    bare = unwrap(model)
+    members = [adapter for found in resolve_names(bare, name) for _, adapter in named_adapters(bare, found)]
+    before = [adapter.enabled for adapter in members]
+    try:
+        for adapter in members:
+            adapter.enabled = False
+        yield model
+    finally:
+        for adapter, was_enabled in zip(members, before, strict=True):
+            adapter.enabled = was_enabled
+
+
+def thaw(model: nn.Module, name: str | None = None) -> None:
+    """Make an adapter trainable again, all of them for None.
+
+    PEFT freezes every parameter but its own when it adds a LoRA.
+
+    Raises:
+        ValueError: if the model carries no adapter, or none of that name.
+    """
+    for parameter in parameters(model, name):
+        parameter.requires_grad_(True)
+
+
+def _switch(model: nn.Module, name: str | None, *, on: bool) -> None:
+    model = unwrap(model)
+    for found in resolve_names(model, name):
+        for _, adapter in named_adapters(model, found):
+            adapter.enabled = on
+
+
+def _changes(model: nn.Module, name: str, scale: Any) -> list[tuple[AttentionAdapter, float]]:
+    """Pair each part of an adapter whose scale is to change with its new scale."""
+    (name,) = resolve_names(model, name)
+    members = [(block_of(path), adapter) for path, adapter in named_adapters(model, name)]
+    by_block = _by_block(scale, name, depth=len(joint_blocks(model, family_of(model))))
+    if isinstance(scale, Mapping):
+        there = {block for block, _ in members}
+        if absent := sorted(set(by_block) - there):
+            raise ValueError(f"scale of {name!r}: the adapter is not on blocks {absent}; it is on {sorted(there)}")
+    return [(adapter, by_block[block]) for block, adapter in members if block in by_block]
+
+
+def _by_block(scale: Any, name: str, *, depth: int) -> dict[int, float]:
+    if isinstance(scale, Mapping):
+        for block in scale:
+            if isinstance(block, bool) or not isinstance(block, int):
+                raise TypeError(f"scale of {name!r} must be {TAKES}; got the key {block!r}")
+        return {block: _number(value, name) for block, value in scale.items()}
+    if isinstance(scale, Sequence) and not isinstance(scale, str):
+        if len(scale) != depth:
+            raise ValueError(f"scale of {name!r}: {len(scale)} numbers for a model of {depth} blocks; give one each")
+        return {block: _number(value, name) for block, value in enumerate(scale)}
+    return dict.fromkeys(range(depth), _number(scale, name))
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"scale of {name!r} must be {TAKES}; got {value!r} ({type(value).__name__})")
+    if not math.isfinite(value):
+        raise ValueError(f"scale of {name!r} must be finite; got {value!r}")
+    return float(value)

@@ -1,0 +1,54 @@
+"""Notice when something else took a patch, or a part of it, off a model without saying so.
+
+Replacing an attention module, or clearing its hooks, raises no error: the model merely runs as its base again. So the
+patched paths are noted on the model, and compared with what is there before training and generation.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mmpreproj.patching.hooks import is_attached, layer_of
+from mmpreproj.patching.lookup import patched_attentions, plain_path, unwrap
+
+_NOTE = "_preproj_sites"
+
+
+def note_sites(model: nn.Module, name: str, paths: tuple[str, ...]) -> None:
+    """Note on a model which attentions an adapter was put on."""
+    vars(model).setdefault(_NOTE, {})[name] = paths
+
+
+def forget_sites(model: nn.Module, name: str) -> None:
+    """Drop the note of an adapter, and with the last one every trace."""
+    notes = vars(model).get(_NOTE, {})
+    notes.pop(name, None)
+    if not notes:
+        vars(model).pop(_NOTE, None)
+
+
+def noted_adapters(model: nn.Module) -> tuple[str, ...]:
+    """List the adapters that a model should carry."""
+    return tuple(vars(unwrap(model)).get(_NOTE, {}))
+
+
+def check_intact(model: nn.Module) -> None:
+    """Make sure that every adapter put on a model is still on it and takes part.
+
+    Raises:
+        ValueError: if one is missing somewhere, or has lost its hooks; named are the adapter, the first place, and the
+            way out.
+    """
+    model = unwrap(model)
+    found = {
+        plain_path(path): tuple(layer_of(attention).adapters) if is_attached(attention) else ()
+        for path, attention in patched_attentions(model)
+    }
+    for name, paths in vars(model).get(_NOTE, {}).items():
+        lost = [path for path in paths if name not in found.get(path, ())]
+        if lost:
+            raise ValueError(
+                f"{type(model).__name__} has lost the adapter {name!r} at {lost[0]} ({len(lost)} of {len(paths)} "
+                "attentions): the module was replaced or its hooks were removed after patching. Load the base anew "
+                "and patch it last, or call mmpreproj.unpatch(model) to go on without the adapter"
+            )
