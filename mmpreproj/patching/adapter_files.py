@@ -188,13 +188,20 @@ def find_folder(source: str | os.PathLike[str], *, subfolder: str | None = None,
 
 
 def write_atomically(path: Path, write: Callable[[str], Any]) -> None:
-    """Call `write` on a temporary file beside `path`, then move it over `path` in one step."""
+    """Call `write` on a temporary file beside `path`, then move it over `path` in one step.
+
+    Raises:
+        OSError: if the file cannot be written; `path` is named, and is as it was.
+    """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
     try:
         write(temporary)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written ({error})") from error
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise

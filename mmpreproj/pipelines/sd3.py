@@ -244,7 +244,7 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
             raise ValueError(f"save_directory must be a folder; {folder} is a file")
         # The adapter goes first: the parent's last act is the upload, which must find the folder complete.
         if is_patched(self.transformer):
-            save(self.transformer, folder / ADAPTER_FOLDER)
+            save(self.transformer, folder / ADAPTER_FOLDER, card=False)
         else:
             remove_adapter(folder / ADAPTER_FOLDER)
         with detached(self.transformer):

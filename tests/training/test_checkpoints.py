@@ -98,7 +98,7 @@ def test_a_failure_half_way_leaves_no_trace_and_keeps_the_older_ones(write, patc
 
 
 def test_a_full_disk_leaves_no_trace(write, tmp_path, monkeypatch):
-    from mmpreproj.patching import storage
+    from mmpreproj.patching import adapter_files
 
     def fail(weights, path, **rest):
         with open(path, "wb") as file:
@@ -106,8 +106,8 @@ def test_a_full_disk_leaves_no_trace(write, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     write(1)
-    monkeypatch.setattr(storage, "save_file", fail)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(adapter_files, "save_file", fail)
+    with pytest.raises(OSError, match=r"No space left on device: .*adapter_model\.safetensors"):
         write(2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
 
