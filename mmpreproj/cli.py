@@ -109,7 +109,9 @@ def quickstart(
 @app.command()
 @_reports_errors
 def train(
-    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/sd3_medium_probe.yaml.")],
+    config: Annotated[
+        Path, typer.Argument(help="A YAML file, or the name of a shipped one: sd3_medium_probe, sd35_medium_probe.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Changes, e.g. optimizer.learning_rate=1e-3 data.folder=pics."),

@@ -8,6 +8,8 @@ from pathlib import Path
 from mmpreproj.training.checkpoints import checkpoints
 from mmpreproj.training.config import ConfigError, TrainConfig
 
+RECORDS = ("metrics.jsonl", "loss.png", "profile.png", "grid.png", "report.md")
+
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
     """Refuse a folder with an earlier run's results.
@@ -44,7 +46,8 @@ def clear_output(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in _results(folder):
         shutil.rmtree(path, ignore_errors=True)
-    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    for name in RECORDS:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _results(folder: Path) -> list[Path]:

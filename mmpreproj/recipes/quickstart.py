@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-import mmpreproj
 from mmpreproj.patching.lookup import is_patched
 from mmpreproj.patching.profile import profile
 from mmpreproj.patching.report import report
@@ -34,10 +33,8 @@ PROMPTS = (
 
 
 def quickstart_config(overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read `configs/quickstart.yaml`, from the installed package or the repository it is installed from."""
-    package = Path(mmpreproj.__file__).parent
-    places = (package / "configs" / "quickstart.yaml", package.parent / "configs" / "quickstart.yaml")
-    return read_config(next((path for path in places if path.is_file()), places[0]), overrides)
+    """Read the shipped `quickstart.yaml`."""
+    return read_config("quickstart", overrides)
 
 
 def run_quickstart(

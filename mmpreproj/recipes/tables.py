@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mmpreproj.patching.profile import Profile, format_norm
 from mmpreproj.recipes.inspect import AdapterSummary
@@ -17,14 +18,14 @@ def print_summary(summary: AdapterSummary, console: Console | None = None) -> No
     blocks = sorted({row.block for row in summary.profile})
     for label, value in (
         ("adapter", str(summary.folder)),
-        ("base", f"{base.model_class}, width {base.width}, depth {base.depth}, {base.heads} heads"),
+        ("base", str(base).replace(" of width", ", width")),
         ("base model", base.name_or_path or "not recorded"),
         ("blocks", f"{len(blocks)} of {base.depth}: {', '.join(map(str, blocks))}"),
         ("parameters", f"{summary.parameters:,} ({', '.join(summary.dtypes)}, {summary.bytes / 1e6:.1f} MB)"),
         ("config", ", ".join(f"{key}={value}" for key, value in saved.config.to_dict().items())),
         ("written by", f"mmpreproj {saved.library_version}"),
     ):
-        facts.add_row(label, value)
+        facts.add_row(label, Text(value))
     console.print(facts, highlight=False)
     console.print(profile_table(summary.profile), highlight=False)
 

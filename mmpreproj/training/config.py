@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -14,6 +14,8 @@ from pydantic import (
     Field,
     PlainSerializer,
     Tag,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -25,9 +27,23 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """A part of the configuration; unknown keys are refused, and so are numbers that are not finite."""
+    """A part of the configuration; unknown keys are refused, and so are numbers that are not finite, or truth values.
+
+    Attributes:
+        also_called: what other tools call a key, to answer those who write that.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    also_called: ClassVar[Mapping[str, str]] = {}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = get_args(annotation) or (annotation,)
+        if isinstance(value, bool) and (int in kinds or float in kinds):
+            raise ValueError("give a number, not true or false")
+        return value
 
 
 class ScratchModel(Section):
@@ -94,6 +110,8 @@ class OptimizerConfig(Section):
         warmup_steps: steps of linear warm-up; a cosine to 0 follows.
         max_grad_norm: gradients are scaled down to this global norm.
     """
+
+    also_called = {"lr": "learning_rate", "optimizer": "name", "type": "name", "lr_warmup_steps": "warmup_steps"}
 
     name: str = "adamw"
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -176,6 +194,18 @@ class TrainConfig(Section):
         keep_checkpoints: older ones are removed.
         seed: of everything random.
     """
+
+    also_called = {
+        "max_train_steps": "steps",
+        "max_steps": "steps",
+        "train_batch_size": "batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation",
+        "mixed_precision": "precision",
+        "pretrained_model_name_or_path": "model",
+        "output_dir": "output",
+        "checkpointing_steps": "checkpoint_every",
+        "checkpoints_total_limit": "keep_checkpoints",
+    }
 
     model: Model
     output: Path

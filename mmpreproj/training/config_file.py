@@ -12,6 +12,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
+import mmpreproj
 from mmpreproj.training.config import ConfigError, Section, TrainConfig
 
 
@@ -19,16 +20,14 @@ def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     """Read and check a training configuration.
 
     Args:
-        path: a YAML file.
+        path: a YAML file, or the name of one that is shipped with the package, e.g. `sd3_medium_probe`.
         overrides: `key=value` pairs with dotted keys, e.g. `optimizer.learning_rate=2e-3`; values are YAML.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ConfigError: if it is not YAML, or a key or value is not valid; every fault is listed.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no configuration file {path}")
+    path = find_config(path)
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -38,6 +37,24 @@ def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     for override in overrides:
         _apply_override(values, override)
     return parse_config(values, origin=str(path))
+
+
+def find_config(path: str | os.PathLike[str]) -> Path:
+    """Find a configuration file: as it is named, else among those shipped (`configs/` of the package or checkout).
+
+    Raises:
+        FileNotFoundError: if there is none; those shipped are listed.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    package = Path(mmpreproj.__file__).parent
+    shipped = {file.stem: file for place in (package.parent, package) for file in (place / "configs").glob("*.yaml")}
+    if path.stem in shipped and path.parent in (Path(), Path("configs")):
+        return shipped[path.stem]
+    raise FileNotFoundError(
+        f"there is no configuration file {path}; shipped with mmpreproj are {', '.join(sorted(shipped))}"
+    )
 
 
 def parse_config(values: Mapping[str, Any], *, origin: str) -> TrainConfig:
@@ -87,8 +104,10 @@ for _class in (_Loader, _Dumper):
 def _explain(fault: Any) -> str:
     location = [str(part) for part in fault["loc"] if part not in ("name", "sizes") or fault["loc"][0] != "model"]
     if fault["type"] == "extra_forbidden":
-        known = _fields_of(location[:-1])
-        nearest = get_close_matches(location[-1], known, n=1)
+        section = _section_at(location[:-1])
+        known = list(section.model_fields)
+        alias = section.also_called.get(location[-1])
+        nearest = [alias] if alias else get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"keys here: {', '.join(known)}"
         return f"{'.'.join(location)}: unknown key; {hint}"
     if fault["type"] == "missing":
@@ -97,11 +116,11 @@ def _explain(fault: Any) -> str:
     return f"{'.'.join(location)}: {message} (got {fault['input']!r})" if location else message
 
 
-def _fields_of(location: list[str]) -> list[str]:
-    section: Any = TrainConfig
+def _section_at(location: list[str]) -> type[Section]:
+    section: type[Section] = TrainConfig
     for part in location:
         section = next(kind for kind in _classes(section.model_fields[part].annotation) if issubclass(kind, Section))
-    return list(section.model_fields)
+    return section
 
 
 def _classes(annotation: Any) -> list[type]:

@@ -91,6 +91,15 @@ def test_the_table_shows_base_blocks_sizes_and_norms(trained, base):
         assert f"{row.skip:.4f} (from {row.skip_initial:.4f})" in text
 
 
+def test_brackets_in_a_folders_name_are_no_markup(transformer, tmp_path):
+    folder = tmp_path / "a [bold] name [/bold]"
+    mmpreproj.patch(transformer)
+    mmpreproj.save(transformer, folder)
+    screen = io.StringIO()
+    print_summary(inspect_adapter(folder), Console(file=screen, width=200))
+    assert "a [bold] name [/bold]" in screen.getvalue()
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere"):
         inspect_adapter(tmp_path / "nowhere")

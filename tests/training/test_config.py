@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from mmpreproj.patching.config import PreProjConfig
-from mmpreproj.training.config import ConfigError, ScratchModel, TrainConfig
+from mmpreproj.training.config import ConfigError, OptimizerConfig, ScratchModel, TrainConfig
 from mmpreproj.training.config_file import read_config, write_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -152,6 +152,24 @@ def test_a_fault_in_an_override_is_named_as_one_in_the_file(refusal):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["sd3_medium_probe", "configs/sd3_medium_probe.yaml", "sd3_medium_probe.yaml"])
+def test_a_shipped_file_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert read_config(name, ["data.folder=pictures"]).steps > 0
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "sd3_medium_probe.yaml").write_text("one's own")
+    (tmp_path / "sd3_medium_probe.yaml").write_text("one's own")
+    if name.endswith(".yaml"):
+        with pytest.raises(ConfigError, match="should hold key: value lines"):
+            read_config(name)
+
+
+def test_what_no_key_is_called_elsewhere_is_a_key_here():
+    for section in (TrainConfig, OptimizerConfig):
+        assert set(section.also_called.values()) <= set(section.model_fields)
+        assert not set(section.also_called) & set(section.model_fields)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no configuration file .*nowhere\.yaml"):
         read_config(tmp_path / "nowhere.yaml")
@@ -184,6 +202,9 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
         ({"adapter": {"expansoin": 1}}, "adapter", "no field 'expansoin'; did you mean 'expansion'?"),
         ({"zzz": 1}, "zzz", "keys here: model, output, mode"),
         ({"flow": {"zzz": 1}}, "flow.zzz", "keys here: logit_mean, logit_std, shift"),
+        ({"optimizer": {"lr": 1e-3}}, "optimizer.lr", "did you mean 'learning_rate'?"),
+        ({"max_train_steps": 5}, "max_train_steps", "did you mean 'steps'?"),
+        ({"train_batch_size": 5}, "train_batch_size", "did you mean 'batch_size'?"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_valid_one(refusal, change, field, hint):
@@ -208,6 +229,11 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(refusal, change, fie
         ({"model": 3}, "model: give a hub id, a folder, or the sizes .*got 3"),
         ({"mode": "full", "model": {"width": "wide"}}, r"model\.width: .*got 'wide'"),
         ({1: 2}, "1: Keys should be strings"),
+        ({"steps": True}, "steps: give a number, not true or false .got True"),
+        ({"caption_dropout": False}, "caption_dropout: give a number, not true or false .got False"),
+        ({"optimizer": {"learning_rate": True}}, r"optimizer\.learning_rate: give a number, not true or false"),
+        ({"optimizer": {"adapter_learning_rate": True}}, r"optimizer\.adapter_learning_rate: give a number"),
+        ({"flow": {"shift": True}}, r"flow\.shift: give a number, not true or false"),
     ],
 )
 def test_a_wrong_type_is_named_with_field_and_value(refusal, change, expected):
