@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Scale(nn.Module):
-    """Multiply by a factor that can change without a compiled graph being built anew.
+    """Multiply by a factor that can change without a compiled graph being built anew; 0 gives 0, whatever the input.
 
     The factor is a buffer, read in this module's own forward, so that offloading brings it along; it is no weight, so
     it is not saved. It stays float32: a model cast to bfloat16 would turn 0.7 into 0.6992.
@@ -33,7 +33,8 @@ class Scale(nn.Module):
 
     def forward(self, contribution: Tensor) -> Tensor:
         """Scale `[B, N, D]`; its dtype stays."""
-        return contribution * self.value  # a 0-dimensional factor does not promote
+        scaled = contribution * self.value  # a 0-dimensional factor does not promote
+        return scaled.masked_fill(self.value == 0, 0)  # where weights are so large that it overflowed, 0 · inf is NaN
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Scale:
         super()._apply(fn, recurse)

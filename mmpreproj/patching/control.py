@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from mmpreproj.patching.families import joint_blocks
@@ -20,9 +20,11 @@ from mmpreproj.patching.lookup import (
     resolve_names,
     unwrap,
 )
+from mmpreproj.patching.offloading import check_values_present
 
 BlockScales = float | Sequence[float] | Mapping[int, float]
 TAKES = "a number, a list with one number for each block of the model, or {block: number}"
+LARGEST = torch.finfo(torch.float32).max
 
 
 def set_scale(model: nn.Module, scale: BlockScales | Mapping[str, BlockScales]) -> None:
@@ -39,10 +41,11 @@ def set_scale(model: nn.Module, scale: BlockScales | Mapping[str, BlockScales]) 
 
     Raises:
         TypeError: if a scale is no number.
-        ValueError: if it is not finite, a list has another length than the model has blocks, or an adapter or block
-            is not there. Nothing is changed then.
+        ValueError: if it is not finite, a list has another length than the model has blocks, an adapter or block is
+            not there, or group offloading keeps the model on disk. Nothing is changed then.
     """
     model = unwrap(model)
+    check_values_present(model)
     by_name = isinstance(scale, Mapping) and any(isinstance(key, str) for key in scale)
     wanted: Any = scale if by_name else dict.fromkeys(resolve_names(model, None), scale)
     changes = [change for name, value in wanted.items() for change in _changes(model, name, value)]
@@ -142,7 +145,7 @@ def _by_block(scale: Any, name: str, *, depth: int) -> dict[int, float]:
             if isinstance(block, bool) or not isinstance(block, int):
                 raise TypeError(f"scale of {name!r} must be {TAKES}; got the key {block!r}")
         return {block: _number(value, name) for block, value in scale.items()}
-    if isinstance(scale, Sequence) and not isinstance(scale, str):
+    if isinstance(scale, Sequence) and not isinstance(scale, (str, bytes)):
         if len(scale) != depth:
             raise ValueError(f"scale of {name!r}: {len(scale)} numbers for a model of {depth} blocks; give one each")
         return {block: _number(value, name) for block, value in enumerate(scale)}
@@ -152,6 +155,6 @@ def _by_block(scale: Any, name: str, *, depth: int) -> dict[int, float]:
 def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"scale of {name!r} must be {TAKES}; got {value!r} ({type(value).__name__})")
-    if not math.isfinite(value):
-        raise ValueError(f"scale of {name!r} must be finite; got {value!r}")
+    if not -LARGEST <= cast(Any, value) <= LARGEST:  # NaN neither
+        raise ValueError(f"scale of {name!r} must be finite in float32; got {value!r}")
     return float(value)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+from diffusers.models.attention_processor import FusedJointAttnProcessor2_0
 from torch import Tensor, nn
 
 from mmpreproj.patching.families import Stream
@@ -37,6 +38,7 @@ def project_streams(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace each stream's normed tokens by its features before the attention reads them."""
     layer = layer_of(attention)
+    _check_processor(attention, layer)
     positional, keywords, bypass = list(args), dict(kwargs), {}
     for stream in layer.site.streams:
         tokens = _stream_tokens(stream, args, kwargs)
@@ -119,6 +121,22 @@ def layer_of(attention: nn.Module) -> PreProjLayer:
 
 def _stream_tokens(stream: Stream, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     return args[stream.position] if stream.position < len(args) else kwargs.get(stream.argument)
+
+
+def _check_processor(attention: nn.Module, layer: PreProjLayer) -> None:
+    """Refuse `fuse_qkv_projections` where the stock model itself goes wrong with it, with or without an adapter."""
+    if not isinstance(getattr(attention, "processor", None), FusedJointAttnProcessor2_0):
+        return
+    reason = None
+    if layer.site.dual:
+        reason = "cannot run the second, image-only attention of dual-attention blocks"
+    elif getattr(attention, "norm_q", None) is not None:
+        reason = "leaves out the norms of queries and keys that this model was trained with"
+    if reason is not None:
+        raise ValueError(
+            f"fuse_qkv_projections() put a FusedJointAttnProcessor2_0 into this model, which {reason}, "
+            "whether patched or not; call model.unfuse_qkv_projections()"
+        )
 
 
 def _remove_hook(hooks: dict[int, Any], with_kwargs: dict[int, bool], function: Any) -> None:

@@ -14,6 +14,7 @@ from accelerate.hooks import AlignDevicesHook
 from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_offloading
 from torch import nn
 
+from mmpreproj.core.sharding import is_sharded
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import AttentionSite, Family, find_family, joint_blocks
 from mmpreproj.patching.hooks import attach, detach, is_attached, layer_of, without_layer
@@ -27,6 +28,7 @@ from mmpreproj.patching.lookup import (
     resolve_names,
     unwrap,
 )
+from mmpreproj.patching.offloading import check_values_present, diffusers_hook
 from mmpreproj.patching.report import PatchReport, report
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -54,12 +56,14 @@ def patch(
 
     Raises:
         TypeError: if the model has no joint-attention blocks.
-        ValueError: if the model already carries an adapter of that name, or the config does not fit the model.
+        ValueError: if the model already carries an adapter of that name, the config does not fit the model, or group
+            offloading keeps the model on disk.
 
     Source: arXiv 2604.10791; gate placement as stated above.
     """
     model = unwrap(model)
     check_new_name(model, name)
+    check_values_present(model)
     install(model, build(model, config or PreProjConfig(), family=family), name=name)
     return report(model, name=name)
 
@@ -72,11 +76,13 @@ def unpatch(model: nn.Module, name: str | None = None) -> None:
         name: the adapter to remove; None removes all there are.
 
     Raises:
-        ValueError: if the model carries no adapter, or none of that name.
+        ValueError: if the model carries no adapter, none of that name, or group offloading keeps it on disk.
     """
     model = unwrap(model)
-    lost = noted_adapters(model) if name is None else (name,)
-    names = tuple(lost) if lost and not adapters(model) else resolve_names(model, name)
+    there = tuple(dict.fromkeys((*adapters(model), *noted_adapters(model))))  # with what was lost without a word
+    wanted = there if name is None else (name,)
+    names = wanted if wanted and set(wanted) <= set(there) else resolve_names(model, name)
+    check_values_present(model)
     for _, attention in list(patched_attentions(model)):
         layer = layer_of(attention)
         for removed in names:
@@ -188,6 +194,11 @@ def _check_site(path: str, site: AttentionSite, attention: nn.Module) -> None:
                 f"{path} takes no argument {stream.argument!r} for the {stream.name} stream; its forward takes "
                 f"{', '.join(list(arguments)[1:])}. Correct the family's row"
             )
+    if any(is_sharded(parameter) for parameter in attention.parameters()):
+        raise ValueError(
+            f"{path} is sharded across processes already, and what is added now would not be kept equal among them; "
+            "patch first, then shard"
+        )
 
 
 def _build_adapter(config: PreProjConfig, site: AttentionSite, attention: nn.Module, width: str) -> AttentionAdapter:
@@ -203,13 +214,17 @@ def _build_adapter(config: PreProjConfig, site: AttentionSite, attention: nn.Mod
 
 
 def _placement(attention: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Choose where new weights live: device and dtype of the attention, fp32 where its own dtype is a storage one."""
+    """Choose where new weights live: device and dtype of the attention.
+
+    Where its own dtype is for storage only, the one that layerwise casting computes in, or else fp32.
+    """
     device = torch.device("cpu")
     for parameter in attention.parameters():
         device = torch.device("cpu") if _offloaded_to(attention) is not None else parameter.device
         if parameter.dtype in COMPUTE_DTYPES:
             return device, parameter.dtype
-    return device, torch.float32
+    casts = (diffusers_hook(module, "layerwise_casting") for module in attention.modules())
+    return device, next((cast.compute_dtype for cast in casts if cast is not None), torch.float32)
 
 
 def _offloaded_to(attention: nn.Module) -> torch.device | str | int | None:

@@ -1,17 +1,32 @@
-"""Where a pipeline's adapter lies: `preproj/` beside the components, in a folder or on the hub."""
+"""A pipeline's adapters on disk: `preproj/` beside the components, in a folder or on the hub.
+
+One adapter called `default`, at scale 1 and switched on, lies in `preproj/` itself. Any others lie in
+`preproj/<name>/` each, and `preproj/adapters.json` lists them with their scales and switches. Where that list is
+there, it alone counts; it is written last, so that a save that was broken off leaves the old adapters, the new ones,
+or an error.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import file_exists, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from torch import nn
 
 from mmpreproj.patching.adapter_files import CONFIG_NAME, WEIGHTS_NAME
+from mmpreproj.patching.control import disable, is_enabled, scales, set_scale
+from mmpreproj.patching.integrity import noted_adapters
+from mmpreproj.patching.lifecycle import unpatch
+from mmpreproj.patching.lookup import adapters, is_patched
+from mmpreproj.patching.storage import load, save
+from mmpreproj.pipelines.adapter_list import LIST_NAME, ListedAdapter, check_folder_names, read_list, write_list
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +49,101 @@ def find_adapter(source: str | os.PathLike[str], components: Mapping[str, Any]) 
     folder: Path | None = Path(source)
     if not Path(source).is_dir():
         folder = _fetch_adapter(str(source), components)
-    if folder is None or not any((folder / ADAPTER_FOLDER / file).is_file() for file in (CONFIG_NAME, WEIGHTS_NAME)):
+    if folder is None:
         return None
-    return folder / ADAPTER_FOLDER
+    home = folder / ADAPTER_FOLDER
+    return home if (home / LIST_NAME).is_file() or _has_files(home) or _subfolders(home) else None
+
+
+def save_adapters(model: nn.Module, folder: Path) -> None:
+    """Write all adapters of a model to a folder in place of those it holds, with their scales and switches.
+
+    Raises:
+        ValueError: if a name cannot be a folder's, or an adapter cannot be saved (see `mmpreproj.save`); the folder
+            is as it was then.
+    """
+    names = adapters(model)
+    if names == ("default",) and is_enabled(model) and set(scales(model)["default"].values()) == {1.0}:
+        save(model, folder, card=False)
+        (folder / LIST_NAME).unlink(missing_ok=True)  # from here on the folder's own files count
+        _remove_all_but((), folder)
+        return
+    names = tuple(
+        name for name in noted_adapters(model) if name in names
+    )  # as they were put on, so as they are summed
+    check_folder_names(names)
+    strengths = scales(model)
+    listed = {name: ListedAdapter(strengths[name], is_enabled(model, name)) for name in names}
+    made = not folder.parent.exists()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        for name in names:
+            save(model, staged / name, name=name, card=False)
+        folder.mkdir(exist_ok=True)
+        (folder / LIST_NAME).unlink(missing_ok=True)
+        for name in names:
+            (folder / name).mkdir(exist_ok=True)
+            for file in (WEIGHTS_NAME, CONFIG_NAME):
+                os.replace(staged / name / file, folder / name / file)
+        write_list(folder, listed)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+        if made:
+            _remove_if_empty(folder.parent)
+    remove_adapter(folder)
+    _remove_all_but(names, folder)
+
+
+def load_adapters(model: nn.Module, folder: Path) -> None:
+    """Load what `save_adapters` wrote onto a model that carries no adapter; on any error it carries none still.
+
+    Raises:
+        FileNotFoundError: if an adapter lacks a file.
+        ValueError: if one is damaged or was made for another base, or the list of them is missing or damaged.
+    """
+    if not (folder / LIST_NAME).is_file():
+        if not _has_files(folder):
+            raise ValueError(
+                f"{folder} holds the adapters {', '.join(_subfolders(folder))}, but no {LIST_NAME}: saving it was "
+                "broken off. Save the pipeline again, or load one of them with mmpreproj.load(model, folder)"
+            )
+        load(model, folder)
+        return
+    listed = read_list(folder)
+    try:
+        for name, kept in listed.items():
+            load(model, folder / name, name=name)
+            set_scale(model, {name: kept.scales})
+            if not kept.enabled:
+                disable(model, name)
+    except BaseException:
+        if is_patched(model):
+            unpatch(model)
+        raise
+
+
+def check_upload(folder: Path, repo_id: str, *, subfolder: str | None = None, token: str | None = None) -> None:
+    """Refuse to upload a pipeline's folder where the hub's adapters would be taken for its own.
+
+    An upload deletes nothing, so what is on the hub already and counts would end up on this other base.
+
+    Raises:
+        ValueError: naming what the hub holds.
+    """
+    home = folder / ADAPTER_FOLDER
+    if (home / LIST_NAME).is_file():
+        return  # it counts, whatever else is there
+    bare = not (home / CONFIG_NAME).is_file()
+    for file in (CONFIG_NAME, LIST_NAME) if bare else (LIST_NAME,):
+        path = "/".join(part for part in (subfolder, ADAPTER_FOLDER, file) if part)
+        if file_exists(repo_id, path, token=token):
+            found = "an adapter" if file == CONFIG_NAME else "named adapters"
+            carries = "none" if bare else "a single one without a name"
+            raise ValueError(
+                f"{repo_id} on the hub holds {found} in {ADAPTER_FOLDER}/, but this pipeline carries {carries}; "
+                "nothing was uploaded. Delete that folder on the hub first, or push to another repository"
+            )
 
 
 def _fetch_adapter(repo_id: str, components: Mapping[str, Any]) -> Path | None:
@@ -51,7 +158,7 @@ def _fetch_adapter(repo_id: str, components: Mapping[str, Any]) -> Path | None:
             ADAPTER_FOLDER,
         )
         return None
-    if all((snapshot / ADAPTER_FOLDER / file).is_file() for file in (CONFIG_NAME, WEIGHTS_NAME)):
+    if _is_complete(snapshot / ADAPTER_FOLDER):
         return snapshot
     try:
         # Same commit, same cache: models--<id>/snapshots/<commit>. diffusers fetched only the folders that
@@ -82,9 +189,43 @@ def _snapshot_of(repo_id: str, components: Mapping[str, Any]) -> Path | None:
     return None
 
 
+def remove_adapters(folder: Path) -> None:
+    """Remove all adapters from a folder, and the folder itself if that leaves it empty."""
+    remove_adapter(folder)
+    _remove_all_but((), folder)
+    (folder / LIST_NAME).unlink(missing_ok=True)  # last: what is half removed is an error
+    _remove_if_empty(folder)
+
+
 def remove_adapter(folder: Path) -> None:
     """Remove an adapter's two files, and their folder if that leaves it empty."""
     for file in (CONFIG_NAME, WEIGHTS_NAME):
         (folder / file).unlink(missing_ok=True)
+    _remove_if_empty(folder)
+
+
+def _remove_all_but(names: tuple[str, ...], folder: Path) -> None:
+    for name in _subfolders(folder):
+        if name not in names:
+            remove_adapter(folder / name)
+
+
+def _remove_if_empty(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def _subfolders(folder: Path) -> list[str]:
+    """Name the folders in a folder that hold an adapter, or half of one."""
+    return sorted(path.name for path in folder.iterdir() if _has_files(path)) if folder.is_dir() else []
+
+
+def _has_files(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in (CONFIG_NAME, WEIGHTS_NAME))
+
+
+def _is_complete(folder: Path) -> bool:
+    """Tell whether all that a folder says it holds is there."""
+    if not (folder / LIST_NAME).is_file():
+        return all((folder / file).is_file() for file in (CONFIG_NAME, WEIGHTS_NAME))
+    return all((folder / name / file).is_file() for name in read_list(folder) for file in (CONFIG_NAME, WEIGHTS_NAME))

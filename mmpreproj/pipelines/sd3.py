@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,6 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_output import StableDiffusion3PipelineOutput
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from huggingface_hub import file_exists
 from torch import Tensor
 from transformers import (
     CLIPTextModelWithProjection,
@@ -30,13 +29,20 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from mmpreproj.patching.adapter_files import CONFIG_NAME
+from mmpreproj.patching.integrity import check_intact
 from mmpreproj.patching.lifecycle import detached
 from mmpreproj.patching.lookup import is_patched, unwrap
-from mmpreproj.patching.storage import load, save
-from mmpreproj.pipelines.adapter_folder import ADAPTER_FOLDER, find_adapter, remove_adapter
+from mmpreproj.pipelines.adapter_folder import (
+    ADAPTER_FOLDER,
+    check_upload,
+    find_adapter,
+    load_adapters,
+    remove_adapters,
+    save_adapters,
+)
 from mmpreproj.pipelines.latents import check_finite, decode_to_pixels, encode_pixels
-from mmpreproj.pipelines.text import encode_text, negative_prompts
+from mmpreproj.pipelines.origin import AdapterOrigin
+from mmpreproj.pipelines.prompts import check_clip_encoders, encode_generically
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -108,6 +114,8 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
     tokenizer: Any
     text_encoder_3: Any
 
+    _adapter_origin: AdapterOrigin | None = None
+
     @_hide_defaults
     def __init__(
         self,
@@ -148,11 +156,13 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
 
         Raises:
             ValueError: if `output_type` is none of pil, np, pt and latent, the latents cannot be shown as a picture
-                without a VAE, or they are not finite.
+                without a VAE, or they are not finite; or if the adapter was lost: its modules or hooks were replaced,
+                or another transformer has taken the place of the one that it was loaded onto.
         """
         call = inspect.signature(StableDiffusion3Pipeline.__call__).bind(self, *args, **kwargs)
         call.apply_defaults()
         output_type, return_dict = call.arguments["output_type"], call.arguments["return_dict"]
+        self._check_adapter()
         self._check_output_type(output_type)
         call.arguments.update(output_type="latent", return_dict=False)
         (images,) = super().__call__(*call.args[1:], **call.kwargs)
@@ -225,28 +235,31 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         guided = given["do_classifier_free_guidance"]
         if given["prompt_embeds"] is None or (guided and given["negative_prompt_embeds"] is None):
             if self.uses_generic_text_encoder:
-                return self._encode_generically(given)
-            self._check_clip_encoders()
+                return encode_generically(self, given)
+            check_clip_encoders(self)
         return super().encode_prompt(*call.args[1:], **call.kwargs)
 
     @_signature_of(StableDiffusion3Pipeline.save_pretrained)
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save a stock Stable Diffusion 3 folder, and the adapter, where there is one, in its `preproj/`.
+        """Save a stock Stable Diffusion 3 folder, and the adapters, where there are any, in its `preproj/`.
 
-        The arguments are those of `DiffusionPipeline.save_pretrained`; the adapter has no variants and is always a
-        safetensors file. An adapter that an earlier save left in the folder never outlives this one.
+        The arguments are those of `DiffusionPipeline.save_pretrained`; adapters have no variants and are always
+        safetensors files; their names, scales and switches are kept. What an earlier save left in the folder never
+        outlives this one.
 
         Raises:
-            ValueError: if `save_directory` is a file, or the adapter is not finite; nothing is written then.
+            ValueError: if `save_directory` is a file, an adapter is not finite, its name cannot be a folder's,
+                or if the adapter was lost, as in `__call__`. Nothing is written then.
         """
         folder = Path(save_directory)
         if folder.is_file():
             raise ValueError(f"save_directory must be a folder; {folder} is a file")
-        # The adapter goes first: the parent's last act is the upload, which must find the folder complete.
+        self._check_adapter()
+        # The adapters go first: the parent's last act is the upload, which must find the folder complete.
         if is_patched(self.transformer):
-            save(self.transformer, folder / ADAPTER_FOLDER, card=False)
+            save_adapters(self.transformer, folder / ADAPTER_FOLDER)
         else:
-            remove_adapter(folder / ADAPTER_FOLDER)
+            remove_adapters(folder / ADAPTER_FOLDER)
         with detached(self.transformer):
             super().save_pretrained(os.fspath(save_directory), *args, **kwargs)
 
@@ -261,7 +274,9 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         nameless._internal_dict = FrozenDict(
             {key: value for key, value in pipeline.config.items() if key != "_name_or_path"}
         )
-        made = super().from_pipe(nameless, **kwargs)
+        # A pipeline of another class may not know all of ours; hidden defaults look like components that are needed.
+        absent = dict.fromkeys(set(cls._optional_components) - pipeline.components.keys())
+        made = super().from_pipe(nameless, **(absent | kwargs))
         name = pipeline.config.get("_name_or_path")
         if name is not None:
             StableDiffusion3Pipeline.register_to_config(made, _name_or_path=name)
@@ -283,7 +298,8 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         if source is not None and self.transformer is not None and not is_patched(self.transformer):
             folder = find_adapter(source, self.components)
             if folder is not None:
-                load(self.transformer, folder)
+                load_adapters(self.transformer, folder)
+                self._adapter_origin = AdapterOrigin(self.transformer, folder)
 
     def to_json_string(self) -> str:
         """Write `model_index.json`, under the name of the stock class, so that stock diffusers loads the folder."""
@@ -300,15 +316,8 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         create_pr: bool = False,
         subfolder: str | None = None,
     ) -> Any:
-        # An upload deletes nothing, so an adapter that is on the hub already would end up on this other base. The
-        # folder is asked, not the transformer, which is saved, and so uploaded, with its adapter taken off.
-        path = "/".join(part for part in (subfolder, ADAPTER_FOLDER, CONFIG_NAME) if part)
-        bare = not (Path(working_dir) / ADAPTER_FOLDER / CONFIG_NAME).is_file()
-        if bare and file_exists(repo_id, path, token=token):
-            raise ValueError(
-                f"{repo_id} on the hub holds an adapter in {ADAPTER_FOLDER}/, but this pipeline carries none; nothing "
-                "was uploaded. Delete that folder on the hub first, or push to another repository"
-            )
+        # The folder is asked, not the transformer, which is saved, and so uploaded, with its adapters taken off.
+        check_upload(Path(working_dir), repo_id, subfolder=subfolder, token=token)
         return super()._upload_folder(
             working_dir,
             repo_id,
@@ -318,6 +327,11 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
             subfolder=subfolder,
         )
 
+    def _check_adapter(self) -> None:
+        check_intact(self.transformer)
+        if self._adapter_origin is not None:
+            self._adapter_origin.check(self.transformer)
+
     def _check_output_type(self, output_type: Any) -> None:
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type must be one of {', '.join(map(repr, OUTPUT_TYPES))}; got {output_type!r}")
@@ -326,71 +340,4 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
             raise ValueError(
                 f"the transformer works on latents of {channels} channels, which are no picture without a VAE; load "
                 'the pipeline with vae=…, or ask for output_type="latent"'
-            )
-
-    def _encode_generically(self, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        self._check_generic_encoder(given)
-        encode = functools.partial(
-            self._encode_batch,
-            device=given["device"] or self._execution_device,
-            images_per_prompt=given["num_images_per_prompt"],
-            max_sequence_length=given["max_sequence_length"],
-        )
-        prompt, embeds, pooled = given["prompt"], given["prompt_embeds"], given["pooled_prompt_embeds"]
-        negative, negative_pooled = given["negative_prompt_embeds"], given["negative_pooled_prompt_embeds"]
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        if embeds is None:
-            embeds, pooled = encode(prompts)
-        if given["do_classifier_free_guidance"] and negative is None:
-            batch_size = embeds.shape[0] if prompts is None else len(prompts)
-            texts = negative_prompts(given["negative_prompt"], prompt=prompt, batch_size=batch_size)
-            negative, negative_pooled = encode(texts)
-            if negative.shape != embeds.shape:
-                raise ValueError(
-                    f"the negative prompt is encoded as {list(negative.shape)}, but prompt_embeds are "
-                    f"{list(embeds.shape)}; pass negative_prompt_embeds and negative_pooled_prompt_embeds too"
-                )
-        return embeds, negative, pooled, negative_pooled
-
-    def _encode_batch(
-        self, prompts: list[str], *, device: torch.device, images_per_prompt: int, max_sequence_length: int
-    ) -> tuple[Tensor, Tensor]:
-        embeds, pooled = encode_text(
-            self.text_encoder, self.tokenizer, prompts, max_sequence_length=max_sequence_length, device=device
-        )  # [B, L, D], [B, D]
-        width = embeds.shape[-1]
-        for setting in ("joint_attention_dim", "pooled_projection_dim"):
-            expected = self.transformer.config[setting]
-            if width != expected:
-                raise ValueError(
-                    f"{type(unwrap(self.text_encoder)).__name__} gives embeddings of width {width}, but the "
-                    f"transformer's {setting} is {expected}; use the text encoder that it was trained with"
-                )
-        dtype = cast(torch.dtype, unwrap(self.transformer).dtype)  # the encoder may run in another precision
-        embeds, pooled = embeds.to(dtype), pooled.to(dtype)
-        return embeds.repeat_interleave(images_per_prompt, 0), pooled.repeat_interleave(images_per_prompt, 0)
-
-    def _check_generic_encoder(self, given: Mapping[str, Any]) -> None:
-        name = type(unwrap(self.text_encoder)).__name__
-        others = [other for other in ("text_encoder_2", "text_encoder_3") if getattr(self, other) is not None]
-        if others:
-            raise ValueError(f"text_encoder is a {name}, which stands alone, but {' and '.join(others)} is there too")
-        if self.tokenizer is None:
-            raise ValueError(f"text_encoder is a {name} without a tokenizer; load the pipeline with tokenizer=…")
-        for argument in ("prompt_2", "prompt_3", "negative_prompt_2", "negative_prompt_3", "clip_skip"):
-            if given[argument] is not None:
-                raise ValueError(
-                    f"{argument} has no use with the single text encoder {name}; got {given[argument]!r}. Put the "
-                    "whole text into prompt and negative_prompt"
-                )
-
-    def _check_clip_encoders(self) -> None:
-        needed = ["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"]
-        needed += ["tokenizer_3"] if self.text_encoder_3 is not None else []
-        missing = [name for name in needed if getattr(self, name) is None]
-        if missing:
-            raise ValueError(
-                f"this pipeline has no {', '.join(missing)} to encode prompts with; pass prompt_embeds and "
-                "pooled_prompt_embeds instead of prompt and, with a guidance_scale above 1, negative_prompt_embeds "
-                "and negative_pooled_prompt_embeds"
             )

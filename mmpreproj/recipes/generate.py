@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from mmpreproj.patching.lookup import is_patched
+from mmpreproj.patching.control import is_enabled
+from mmpreproj.patching.lookup import adapters
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 
 
@@ -88,7 +89,12 @@ def best_device() -> torch.device:
 def describe(pipeline: PreProjSD3Pipeline) -> str:
     """Say in a line what was loaded."""
     transformer = pipeline.transformer
-    patched = "with its adapter" if is_patched(transformer) else "without an adapter"
+    names = adapters(transformer)
+    marked = [name if is_enabled(transformer, name) else f"{name} (switched off)" for name in names]
+    if marked in ([], ["default"]):
+        patched = "with its adapter" if marked else "without an adapter"
+    else:
+        patched = f"with its adapter{'s' if len(marked) > 1 else ''} {', '.join(marked)}"
     return f"{type(transformer).__name__} {patched}, {transformer.num_parameters():,} parameters"
 
 

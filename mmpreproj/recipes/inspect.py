@@ -12,6 +12,7 @@ from mmpreproj.patching.adapter_files import CONFIG_NAME, WEIGHTS_NAME, SavedAda
 from mmpreproj.patching.hooks import CHILD
 from mmpreproj.patching.profile import Profile, rows_from_norms
 from mmpreproj.pipelines.adapter_folder import ADAPTER_FOLDER
+from mmpreproj.pipelines.adapter_list import LIST_NAME, read_list
 
 KEY = re.compile(rf".+\.\d+\.\w+\.{CHILD}\.(pre_projection|content_skip)\.\w+\.\w+\.weight")
 PARTS = {"pre_projection": ("down", "down.weight"), "content_skip": ("skip", "map.weight")}
@@ -43,13 +44,16 @@ def inspect_adapter(folder: str | Path) -> AdapterSummary:
 
     Raises:
         FileNotFoundError: if there is no adapter.
-        ValueError: if a file is damaged or foreign.
+        ValueError: if a file is damaged or foreign, or there are several adapters.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     candidates = (folder, folder / ADAPTER_FOLDER, folder / "model" / ADAPTER_FOLDER, folder / "adapter")
-    home = next((path for path in candidates if (path / CONFIG_NAME).is_file()), folder)
+    files = (LIST_NAME, CONFIG_NAME)
+    home = next((path for path in candidates if any((path / file).is_file() for file in files)), folder)
+    if (home / LIST_NAME).is_file():
+        home = _only_one(home)
     saved, weights = read_config(home), read_weights(home)
     _check_keys(weights, home)
     return AdapterSummary(
@@ -60,6 +64,16 @@ def inspect_adapter(folder: str | Path) -> AdapterSummary:
         dtypes=tuple(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})),
         bytes=(home / WEIGHTS_NAME).stat().st_size,
     )
+
+
+def _only_one(home: Path) -> Path:
+    """Find the adapter in a pipeline's folder of adapters."""
+    names = tuple(read_list(home))
+    if len(names) > 1:
+        raise ValueError(
+            f"{home} holds several adapters, {', '.join(names)}; name the folder of one: {home / names[0]}"
+        )
+    return home / names[0]
 
 
 def _check_keys(weights: dict[str, torch.Tensor], home: Path) -> None:

@@ -10,6 +10,8 @@ from mmpreproj.patching.adapter_files import CONFIG_NAME, read_config
 from mmpreproj.patching.lifecycle import unpatch
 from mmpreproj.patching.lookup import is_patched
 from mmpreproj.patching.storage import load
+from mmpreproj.pipelines.adapter_folder import load_adapters
+from mmpreproj.pipelines.adapter_list import LIST_NAME, read_list
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 
 
@@ -44,7 +46,8 @@ def load_pipeline(model: str, *, adapter: str | None = None, dtype: torch.dtype 
     Args:
         model: a pipeline's folder or hub id; or an adapter's folder, whose base is then loaded from where its
             `adapter_config.json` says.
-        adapter: an adapter's folder or hub id; it takes the place of the one that `model` may carry.
+        adapter: an adapter's folder or hub id, or the `preproj/` of a pipeline with several; it takes the place of
+            those that `model` may carry.
         dtype: of the weights.
 
     Raises:
@@ -52,10 +55,11 @@ def load_pipeline(model: str, *, adapter: str | None = None, dtype: torch.dtype 
         ValueError: if the adapter does not say where its base is, or was made for another base.
     """
     folder = Path(model)
-    if (folder / CONFIG_NAME).is_file():
+    several = (folder / LIST_NAME).is_file()
+    if several or (folder / CONFIG_NAME).is_file():
         if adapter is not None:
             raise ValueError(f"{model} is an adapter itself; give its base as --model, or leave --adapter out")
-        model, adapter = _base_of(folder), model
+        model, adapter = _base_of(folder / next(iter(read_list(folder))) if several else folder), model
         if not Path(model).is_dir() and (Path(model).is_absolute() or model.count("/") != 1):
             raise FileNotFoundError(
                 f"the adapter in {folder} was trained on {model!r}, which is not found from here; name its base as "
@@ -65,7 +69,10 @@ def load_pipeline(model: str, *, adapter: str | None = None, dtype: torch.dtype 
     if adapter is not None:
         if is_patched(pipeline.transformer):
             unpatch(pipeline.transformer)
-        load(pipeline.transformer, adapter)
+        if (Path(adapter) / LIST_NAME).is_file():
+            load_adapters(pipeline.transformer, Path(adapter))
+        else:
+            load(pipeline.transformer, adapter)
     return pipeline
 
 

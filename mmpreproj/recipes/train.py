@@ -22,6 +22,7 @@ from mmpreproj.data.folder import FolderSource
 from mmpreproj.data.openmoji import OpenMojiSource
 from mmpreproj.data.pictures import PictureSource, SkippedPicture
 from mmpreproj.patching.card import draw_profile
+from mmpreproj.patching.control import is_enabled
 from mmpreproj.patching.lifecycle import patch
 from mmpreproj.patching.lookup import adapters, is_patched
 from mmpreproj.patching.profile import profile
@@ -200,7 +201,19 @@ def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> boo
     if not is_patched(pipeline.transformer):
         patch(pipeline.transformer, config.adapter)
         return False
-    (name,) = adapters(pipeline.transformer)
+    names = adapters(pipeline.transformer)
+    if len(names) > 1:
+        raise ConfigError(
+            f"adapter: the model in {config.model} carries several, {', '.join(names)}, and a run trains one; load it "
+            "with PreProjSD3Pipeline, take the others off with mmpreproj.unpatch(pipe.transformer, name), save it to "
+            "another folder and name that, or name the base"
+        )
+    (name,) = names
+    if not is_enabled(pipeline.transformer):
+        raise ConfigError(
+            f"adapter: {name!r} of the model in {config.model} is switched off, so nothing of it would train; load "
+            "the model, call mmpreproj.enable(pipe.transformer) and save it"
+        )
     found = adapter_config(pipeline.transformer, name)
     if found != config.adapter:
         raise ConfigError(

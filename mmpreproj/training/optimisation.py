@@ -11,7 +11,8 @@ from diffusers.training_utils import cast_training_params
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
-from mmpreproj.patching.lookup import is_patched, parameters
+from mmpreproj.patching.integrity import check_intact
+from mmpreproj.patching.lookup import adapters, is_patched, parameters
 from mmpreproj.training.config import ConfigError, OptimizerConfig
 
 
@@ -19,9 +20,17 @@ def select_trainable(transformer: nn.Module, mode: Literal["probe", "full"]) -> 
     """Thaw the adapter alone (`probe`) or everything (`full`); what trains becomes fp32.
 
     Raises:
-        ValueError: in mode `probe`, if the transformer carries no adapter.
+        ValueError: in mode `probe`, if the transformer carries no adapter; in any, if it carries several, or has lost
+            one that was put on it.
     """
-    if mode == "probe" and not is_patched(transformer):
+    check_intact(transformer)
+    names = adapters(transformer)
+    if len(names) > 1:
+        raise ValueError(
+            f"the transformer carries several adapters, {', '.join(names)}, and a run trains one; take the others off "
+            "with mmpreproj.unpatch(model, name)"
+        )
+    if mode == "probe" and not names:
         raise ValueError(
             f"mode 'probe' trains an adapter, but this {type(transformer).__name__} is not patched; call "
             "mmpreproj.patch(transformer, config) first"

@@ -4,7 +4,8 @@ Source: arXiv 2604.10791 for the adapter, arXiv 2403.03206 (figure 2) for the jo
 package to compute; it only reads weights by their names in the state dict.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,20 @@ class Variant:
     project_dual: bool = True
     skip_text: bool = True
     skip_reads_features: bool = True
+    skip_reads_own_features: bool = True
+    scale_increment_once: bool = True
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What the reference must know of an adapter beside its weights."""
+
+    name: str = "default"
+    share: str = "block"
+    scale: float = 1.0
+
+    def key(self, stream: str) -> str:
+        return "shared" if self.share == "block" else stream
 
 
 def linear(w: Weights, name: str, x: np.ndarray) -> np.ndarray:
@@ -58,15 +73,36 @@ def mlp(w: Weights, name: str, x: np.ndarray) -> np.ndarray:
     return linear(w, f"{name}.net.2", hidden)
 
 
-def features(w: Weights, attention: str, x_hat: np.ndarray, stream: str) -> np.ndarray:
-    """`x_tilde = x_hat + W_down · SiLU(W_up · x_hat)`."""
-    prefix = f"{attention}.preproj.adapters.default.pre_projection.{stream}"
-    return x_hat + linear(w, f"{prefix}.down", silu(linear(w, f"{prefix}.up", x_hat)))
+def increment(w: Weights, attention: str, x_hat: np.ndarray, stream: str, adapter: Adapter) -> np.ndarray:
+    """`Δ(x_hat) = W_down · SiLU(W_up · x_hat)`; zeros where the adapter has none."""
+    prefix = f"{attention}.preproj.adapters.{adapter.name}.pre_projection.{adapter.key(stream)}"
+    if f"{prefix}.up.weight" not in w:
+        return np.zeros_like(x_hat)
+    return linear(w, f"{prefix}.down", silu(linear(w, f"{prefix}.up", x_hat)))
 
 
-def content_skip(w: Weights, attention: str, x_tilde: np.ndarray, stream: str) -> np.ndarray:
-    """`W_skip · x_tilde`."""
-    return linear(w, f"{attention}.preproj.adapters.default.content_skip.{stream}.map", x_tilde)
+def features(w: Weights, attention: str, x_hat: np.ndarray, stream: str, adapters: Sequence[Adapter]) -> np.ndarray:
+    """`x_tilde = x_hat + Σ sᵢ Δᵢ(x_hat)`."""
+    return x_hat + sum(adapter.scale * increment(w, attention, x_hat, stream, adapter) for adapter in adapters)
+
+
+def content_skip(
+    w: Weights, attention: str, x_hat: np.ndarray, stream: str, adapters: Sequence[Adapter], variant: Variant
+) -> np.ndarray:
+    """`Σ sᵢ Wᵢ (x_hat + Δᵢ(x_hat))`."""
+    total = np.zeros_like(x_hat)
+    for adapter in adapters:
+        name = f"{attention}.preproj.adapters.{adapter.name}.content_skip.{adapter.key(stream)}.map"
+        if f"{name}.weight" not in w:
+            continue
+        source = x_hat
+        if not variant.skip_reads_own_features:
+            source = features(w, attention, x_hat, stream, adapters)
+        elif variant.skip_reads_features:
+            factor = 1.0 if variant.scale_increment_once else adapter.scale
+            source = x_hat + factor * increment(w, attention, x_hat, stream, adapter)
+        total = total + adapter.scale * linear(w, name, source)
+    return total
 
 
 def split_heads(w: Weights, norm: str, x: np.ndarray, heads: int) -> np.ndarray:
@@ -118,10 +154,16 @@ def gated(gate: np.ndarray, attention: np.ndarray, skip: np.ndarray, variant: Va
 
 
 def joint_block(
-    w: Weights, image: np.ndarray, text: np.ndarray, temb: np.ndarray, *, heads: int, share: str, variant: Variant
+    w: Weights,
+    image: np.ndarray,
+    text: np.ndarray,
+    temb: np.ndarray,
+    *,
+    heads: int,
+    adapters: Sequence[Adapter],
+    variant: Variant,
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """One patched SD3 block; with `attn2` weights the dual block of SD3.5, without text output the last one."""
-    image_key, text_key = ("shared", "shared") if share == "block" else ("image", "text")
     dual, last = "attn2.to_q.weight" in w, "attn.to_add_out.weight" not in w
 
     image_mod = modulation(w, "norm1", temb, 9 if dual else 6)
@@ -134,24 +176,24 @@ def joint_block(
         text_shift, text_scale = text_mod[:2]
     text_hat = modulate(text, text_shift, text_scale)
 
-    image_tilde = features(w, "attn", image_hat, image_key)
-    text_tilde = features(w, "attn", text_hat, text_key) if variant.project_text else text_hat
+    image_tilde = features(w, "attn", image_hat, "image", adapters)
+    text_tilde = features(w, "attn", text_hat, "text", adapters) if variant.project_text else text_hat
     image_attention, text_attention = joint_attention(w, image_tilde, text_tilde, heads)
 
-    source = image_tilde if variant.skip_reads_features else image_hat
-    out = image + gated(gate, image_attention, content_skip(w, "attn", source, image_key), variant)
+    skip = content_skip(w, "attn", image_hat, "image", adapters, variant)
+    out = image + gated(gate, image_attention, skip, variant)
     if dual:
         shift2, scale2, gate2 = image_mod[6:]
         dual_hat = modulate(image, shift2, scale2)
-        dual_tilde = features(w, "attn2", dual_hat, image_key) if variant.project_dual else dual_hat
-        skip = content_skip(w, "attn2", dual_tilde, image_key)
+        dual_tilde = features(w, "attn2", dual_hat, "image", adapters) if variant.project_dual else dual_hat
+        skip = content_skip(w, "attn2", dual_hat, "image", adapters, variant)
         out = out + gated(gate2, self_attention(w, dual_tilde, heads), skip, variant)
     image_out = out + mlp_gate * mlp(w, "ff", modulate(out, mlp_shift, mlp_scale))
     if last:
         return None, image_out
 
     _, _, text_gate, text_mlp_shift, text_mlp_scale, text_mlp_gate = text_mod
-    skip = content_skip(w, "attn", text_tilde, text_key) if variant.skip_text else np.zeros(())
+    skip = content_skip(w, "attn", text_hat, "text", adapters, variant) if variant.skip_text else np.zeros(())
     out = text + gated(text_gate, text_attention, skip, variant)
     return out + text_mlp_gate * mlp(w, "ff_context", modulate(out, text_mlp_shift, text_mlp_scale)), image_out
 
@@ -173,7 +215,11 @@ def make_patched(make_transformer, shake):
 
 
 def run_both(
-    model: nn.Module, index: int, share: str = "block", variant: Variant | None = None
+    model: nn.Module,
+    index: int,
+    share: str = "block",
+    variant: Variant | None = None,
+    adapters: Sequence[Adapter] | None = None,
 ) -> list[tuple[torch.Tensor | None, np.ndarray | None]]:
     """Run one block and its reference on the same tokens; returns (code, reference) for text and for image."""
     generator = torch.Generator().manual_seed(3)
@@ -185,7 +231,13 @@ def run_both(
         outputs = block(hidden_states=image, encoder_hidden_states=text, temb=temb)
     weights = {key: value.numpy() for key, value in block.state_dict().items()}
     expected = joint_block(
-        weights, image.numpy(), text.numpy(), temb.numpy(), heads=2, share=share, variant=variant or Variant()
+        weights,
+        image.numpy(),
+        text.numpy(),
+        temb.numpy(),
+        heads=2,
+        adapters=(Adapter(share=share),) if adapters is None else adapters,
+        variant=variant or Variant(),
     )
     return list(zip(outputs, expected, strict=True))
 
@@ -246,6 +298,69 @@ def test_reference_would_notice_a_misplaced_term(make_patched, variant: Variant)
 
 def test_reference_would_notice_unprojected_text_in_the_last_block(make_patched):
     assert largest_difference(run_both(make_patched(), 1, variant=Variant(project_text=False))) > 1e-2
+
+
+# Several adapters
+
+SCALES = [(1.0, 1.0, 1.0), (0.7, -0.4, 1.8), (0.0, 0.5, 0.25)]
+
+
+@pytest.fixture
+def make_sum(make_transformer, shake):
+    """A float64 model with three adapters that differ in sharing, blocks and parts, and what the reference needs."""
+
+    def make(scales: Sequence[float], **overrides: Any) -> tuple[nn.Module, list[Adapter]]:
+        model = make_transformer(**overrides).double()
+        mmpreproj.patch(model, PreProjConfig(), name="whole")
+        mmpreproj.patch(model, PreProjConfig(share="stream", expansion=0.5, skip=False, blocks=[0]), name="apart")
+        mmpreproj.patch(model, PreProjConfig(share="stream", pre_projection=False), name="around")
+        shake(model)
+        mmpreproj.set_scale(model, dict(zip(("whole", "apart", "around"), scales, strict=True)))
+        shares = {"whole": "block", "apart": "stream", "around": "stream"}
+        return model, [
+            Adapter(name, share, scale) for (name, share), scale in zip(shares.items(), scales, strict=True)
+        ]
+
+    return make
+
+
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("overrides", [{}, {"dual_attention_layers": (0,)}, {"style": "sd35"}], ids=str)
+def test_adapters_sum_as_stated(make_sum, scales: Sequence[float], index: int, overrides: dict[str, Any]):
+    model, adapters = make_sum(scales, **overrides)
+    # The scale is kept in float32, and so is the mean square of normed queries and keys.
+    assert largest_difference(run_both(model, index, adapters=adapters)) < (2e-6 if "style" in overrides else 1e-6)
+
+
+def test_scales_that_float32_holds_sum_to_the_last_digits(make_sum):
+    model, adapters = make_sum((0.5, -0.25, 1.5), dual_attention_layers=(0,))
+    for index in (0, 1):
+        assert largest_difference(run_both(model, index, adapters=adapters)) < 1e-10
+
+
+def test_switched_off_adapters_drop_out_of_the_sum(make_sum):
+    model, adapters = make_sum((0.5, -0.25, 1.5), dual_attention_layers=(0,))
+    mmpreproj.disable(model, "whole")
+    assert largest_difference(run_both(model, 0, adapters=adapters[1:])) < 1e-10
+    mmpreproj.disable(model)
+    mmpreproj.enable(model, "apart")
+    assert largest_difference(run_both(model, 0, adapters=[adapters[1]])) < 1e-10
+
+
+def test_each_block_has_a_scale_of_its_own_in_the_sum(make_sum):
+    model, adapters = make_sum((1.0, 1.0, 1.0))
+    mmpreproj.set_scale(model, {"whole": [0.5, -2.0], "around": {1: 0.25}})
+    expected = {0: (0.5, 1.0, 1.0), 1: (-2.0, 1.0, 0.25)}
+    for index, factors in expected.items():
+        scaled = [replace(adapter, scale=factor) for adapter, factor in zip(adapters, factors, strict=True)]
+        assert largest_difference(run_both(model, index, adapters=scaled)) < 1e-10
+
+
+@pytest.mark.parametrize("mistake", ["skip_reads_features", "skip_reads_own_features", "scale_increment_once"])
+def test_reference_would_notice_a_sum_put_together_otherwise(make_sum, mistake: str):
+    model, adapters = make_sum((0.5, -0.25, 1.5))
+    assert largest_difference(run_both(model, 0, adapters=adapters, variant=Variant(**{mistake: False}))) > 1e-2
 
 
 def record(**modules: nn.Module) -> dict[str, list[torch.Tensor]]:

@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, Stable
 from safetensors.torch import load_file, save_file
 
 import mmpreproj
-from mmpreproj.pipelines import PreProjSD3Pipeline, adapter_folder, sd3
+from mmpreproj.pipelines import PreProjSD3Pipeline, adapter_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -568,13 +568,14 @@ def test_pushing_sends_the_adapter_along(make_pixel_pipeline, tmp_path, monkeypa
     monkeypatch.setattr(f"{utilities}.load_or_create_model_card", lambda *_, **__: None)
     monkeypatch.setattr(f"{utilities}.populate_model_card", lambda card: SimpleNamespace(save=lambda path: None))
     monkeypatch.setattr("diffusers.utils.hub_utils.upload_folder", upload)
+    monkeypatch.setattr(adapter_folder, "file_exists", lambda *_, **__: False)
     make_pixel_pipeline().save_pretrained(tmp_path / "model", push_to_hub=True, repo_id="somebody/tiny")
     assert sorted(sent) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_pushing_a_base_over_an_adapter_on_the_hub_is_refused(make_pixel_pipeline, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(sd3, "file_exists", lambda repo_id, path, **_: asked.append(path) or True)
+    monkeypatch.setattr(adapter_folder, "file_exists", lambda repo_id, path, **_: asked.append(path) or True)
     with pytest.raises(ValueError, match="holds an adapter in preproj/, but this pipeline carries none"):
         make_pixel_pipeline(patched=False)._upload_folder(tmp_path, "somebody/tiny", subfolder="small")
     assert asked == ["small/preproj/adapter_config.json"]

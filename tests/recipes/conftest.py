@@ -14,6 +14,7 @@ from PIL import Image
 from rich.console import Console
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
+import mmpreproj
 from mmpreproj.pipelines import PreProjSD3Pipeline
 from mmpreproj.recipes.train import TrainingRun, run_training
 from mmpreproj.training.config import TrainConfig
@@ -80,6 +81,24 @@ def saved_pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 def base(saved_pipelines: dict[str, Path]) -> Path:
     """The folder of a pipeline without a VAE."""
     return saved_pipelines["pixels"]
+
+
+@pytest.fixture
+def make_several(base: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Save the tiny pipeline with named adapters of different strength."""
+
+    def make(names: tuple[str, ...] = ("style", "b"), *, switched_off: tuple[str, ...] = ()) -> Path:
+        pipe = PreProjSD3Pipeline.from_pretrained(base)
+        for name in names:
+            mmpreproj.patch(pipe.transformer, name=name)
+        mmpreproj.set_scale(pipe.transformer, {name: 0.5 + place for place, name in enumerate(names)})
+        for name in switched_off:
+            mmpreproj.disable(pipe.transformer, name)
+        folder = tmp_path / "-".join(names)
+        pipe.save_pretrained(folder)
+        return folder
+
+    return make
 
 
 def write_pictures(folder: Path) -> Path:

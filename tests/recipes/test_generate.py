@@ -195,3 +195,46 @@ def test_a_model_that_is_nowhere_is_named(tmp_path):
 def test_an_absolute_folder_that_is_not_there_is_named_too(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no model at '.*nothing': no such folder here"):
         load_pipeline(str(tmp_path / "nothing"))
+
+
+# --- several adapters ------------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_with_several_adapters_comes_with_all_of_them(make_several):
+    transformer = load_pipeline(str(make_several(switched_off=("b",)))).transformer
+    assert mmpreproj.adapters(transformer) == ("style", "b")
+    assert mmpreproj.scales(transformer) == {"style": {0: 0.5, 1: 0.5}, "b": {0: 1.5, 1: 1.5}}
+    assert mmpreproj.is_enabled(transformer, "style") and not mmpreproj.is_enabled(transformer, "b")
+
+
+def test_a_folder_of_several_adapters_is_put_onto_a_base(make_several, trained, base):
+    folder = make_several()
+    expected = load_pipeline(str(folder))
+    for model in (base, trained["full"][0].saved):
+        pipeline = load_pipeline(str(model), adapter=str(folder / "preproj"))
+        assert same(adapter_of(pipeline), adapter_of(expected))
+        assert mmpreproj.scales(pipeline.transformer) == mmpreproj.scales(expected.transformer)
+    one = load_pipeline(str(base), adapter=str(folder / "preproj" / "b"))
+    assert mmpreproj.adapters(one.transformer) == ("default",)
+
+
+def test_a_folder_of_several_adapters_finds_its_base(make_several, base):
+    folder = make_several()
+    pipeline = load_pipeline(str(folder / "preproj"))
+    assert same(adapter_of(pipeline), adapter_of(load_pipeline(str(folder))))
+    assert same(adapter_of(load_pipeline(str(folder / "preproj" / "b"))), adapter_of_one(pipeline, "b"))
+    with pytest.raises(ValueError, match="is an adapter itself; give its base as --model"):
+        load_pipeline(str(folder / "preproj"), adapter=str(folder / "preproj"))
+
+
+def adapter_of_one(pipeline, name):
+    parameters = mmpreproj.named_parameters(pipeline.transformer, name)
+    return {key.replace(f".{name}.", ".default."): value.detach().float() for key, value in parameters}
+
+
+def test_the_description_names_the_adapters(make_several, adapter, base):
+    assert " without an adapter, " in describe(load_pipeline(str(base)))
+    assert " with its adapter, " in describe(load_pipeline(str(adapter)))
+    assert " with its adapter style, " in describe(load_pipeline(str(make_several(("style",)))))
+    several = load_pipeline(str(make_several(switched_off=("b",))))
+    assert " with its adapters style, b (switched off), " in describe(several)

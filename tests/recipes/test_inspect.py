@@ -152,3 +152,21 @@ def test_no_weights_at_all_are_refused(adapter):
     save_file({}, adapter / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="it holds no weights"):
         inspect_adapter(adapter)
+
+
+@pytest.fixture
+def several(make_several):
+    return make_several() / "preproj"
+
+
+def test_several_adapters_are_named_with_the_way_to_see_one(several):
+    for folder in (several, several.parent):
+        with pytest.raises(ValueError, match=r"several adapters, style, b; name the folder of one.*preproj.style"):
+            inspect_adapter(folder)
+    for name in ("style", "b"):
+        assert inspect_adapter(several / name).folder == several / name
+
+
+def test_a_lone_adapter_with_a_name_is_found(make_several):
+    folder = make_several(("style",))
+    assert inspect_adapter(folder).folder == folder / "preproj" / "style"

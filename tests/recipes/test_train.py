@@ -327,3 +327,26 @@ def test_a_run_never_replaces_the_model_it_trains_from(run, make_config, trained
 def test_more_pixels_than_the_model_has_positions_for_are_refused_before_encoding(run, make_config):
     with pytest.raises(ConfigError, match=r"data\.resolution: 64 pixels are more than .* it takes 16 at most"):
         run(make_config(data={"resolution": 64}))
+
+
+# --- several adapters ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_several_adapters_is_refused_with_their_names(run, make_config, make_several, tmp_path):
+    folder = make_several()
+    with pytest.raises(ConfigError, match=r"carries several, style, b, and a run trains one; .*mmpreproj\.unpatch"):
+        run(make_config(model=str(folder)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_that_is_switched_off_is_refused(run, make_config, make_several):
+    folder = make_several(("style",), switched_off=("style",))
+    with pytest.raises(ConfigError, match=r"'style' of the model in .* is switched off, .*mmpreproj\.enable"):
+        run(make_config(model=str(folder)))
+
+
+def test_a_named_adapter_is_trained_on_and_keeps_name_and_scale(run, make_config, make_several):
+    done, _ = run(make_config(model=str(make_several(("style",))), mode="full"))
+    fresh = PreProjSD3Pipeline.from_pretrained(done.saved).transformer
+    assert mmpreproj.scales(fresh) == {"style": {0: 0.5, 1: 0.5}}
+    assert torch.equal(predict(fresh), predict(done.pipeline.transformer))

@@ -447,3 +447,28 @@ def test_too_few_pictures_for_all_processes_still_make_a_batch_for_each(make_pic
     """Dropping the last round would leave nothing: accelerate deals batches out to processes in whole rounds."""
     assert not make_loader(make_pictures(3), 2, seed=0, processes=2).drop_last
     assert make_loader(make_pictures(4), 2, seed=0, processes=2).drop_last
+
+
+# --- what is refused before anything moves ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["probe", "full"])
+def test_a_transformer_that_lost_its_adapter_is_refused_by_name(make_patched, make_pictures, make_config, mode):
+    transformer = make_patched()
+    transformer.transformer_blocks[1].attn._forward_pre_hooks.clear()
+    before = values(transformer)
+    with pytest.raises(ValueError, match=r"has lost the adapter 'default' at transformer_blocks\.1\.attn \(1 of 2"):
+        train(transformer, make_pictures(), make_config(mode=mode))
+    assert not moved(before, transformer)
+    mmpreproj.unpatch(transformer)
+    train(transformer, make_pictures(), make_config(mode="full", adapter=None, steps=1))
+
+
+@pytest.mark.parametrize("mode", ["probe", "full"])
+def test_several_adapters_are_refused_with_their_names(make_patched, make_pictures, make_config, mode):
+    transformer = make_patched()
+    mmpreproj.patch(transformer, name="style")
+    with pytest.raises(ValueError, match=r"adapters, default, style, and a run trains one; .*mmpreproj\.unpatch"):
+        train(transformer, make_pictures(), make_config(mode=mode))
+    mmpreproj.unpatch(transformer, "style")
+    train(transformer, make_pictures(), make_config(mode=mode, steps=1))
