@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmpreproj.core.content_skip import ContentSkip
 from mmpreproj.core.preprojection import PreProjection
 from mmpreproj.core.scale import Scale
+from mmpreproj.core.sharding import whole
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import AttentionSite, Family, Stream
 
@@ -129,5 +130,5 @@ class PreProjLayer(nn.Module):
 def frobenius_norm(linear: nn.Module) -> float | None:
     """Measure the Frobenius norm of a linear map's weight in fp32; None while it is on `meta`."""
     with torch.no_grad(), align_module_device(linear):
-        weight = cast(Tensor, linear.weight)
+        weight = whole(cast(Tensor, linear.weight))
         return None if weight.is_meta else float(torch.linalg.vector_norm(weight.float()))

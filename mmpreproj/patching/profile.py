@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from mmpreproj.patching.lookup import named_adapters, resolve_name, unwrap
+from mmpreproj.patching.offloading import check_values_present
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,15 @@ def profile(model: nn.Module, *, name: str | None = None) -> Profile:
     """Measure, per block, the norms of `W_skip` and `W_down` beside their initial values.
 
     Raises:
-        ValueError: if the model carries no adapter, or none of that name.
+        ValueError: if the model carries no adapter, none of that name, or group offloading keeps it on disk.
 
     Source: arXiv 2604.10791 reads the skip's norm per layer in the same way.
     """
     model = unwrap(model)
+    name = resolve_name(model, name)
+    check_values_present(model)
     rows = []
-    for path, adapter in named_adapters(model, resolve_name(model, name)):
+    for path, adapter in named_adapters(model, name):
         rows += rows_from_norms(path, adapter.norms(), adapter.initial_norms)
     return Profile(tuple(rows))
 

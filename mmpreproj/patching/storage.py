@@ -12,6 +12,7 @@ from huggingface_hub import HfApi
 from torch import Tensor, nn
 
 from mmpreproj import __version__
+from mmpreproj.core.sharding import whole
 from mmpreproj.patching.adapter_files import (
     WEIGHTS_NAME,
     BaseModel,
@@ -44,6 +45,7 @@ from mmpreproj.patching.lookup import (
     resolve_name,
     unwrap,
 )
+from mmpreproj.patching.offloading import check_values_present
 from mmpreproj.patching.profile import profile
 from mmpreproj.patching.report import PatchReport, report
 
@@ -59,7 +61,8 @@ def save(
     """Write one of a model's adapters to a folder; the base is not written, and neither are name and scale.
 
     Each file is written beside its final name and moved over it, so that an interrupted save leaves the old adapter
-    or the new one.
+    or the new one. Where FSDP shards the weights they are gathered, so every process must call this, and each writes
+    the whole file.
 
     Args:
         model: a patched model.
@@ -74,10 +77,11 @@ def save(
 
     Raises:
         ValueError: if the model carries no adapter or several and none is named, its weights are on the `meta` device,
-            or one is not finite.
+            one is not finite, or group offloading keeps them on disk.
     """
     model = unwrap(model)
     name = resolve_name(model, name)
+    check_values_present(model)
     weights = adapter_state(model, name)
     saved = SavedAdapter(
         base=describe_base(model, family_of(model), name_or_path=base_model),
@@ -140,7 +144,8 @@ def load(
 ) -> PatchReport:
     """Patch a model with a saved adapter; on any error the model is left as it was.
 
-    Loaded weights take the dtype of the attention they join, whatever dtype the file holds.
+    Loaded weights take the dtype of the attention they join, whatever dtype the file holds; weights that are changed
+    in place keep theirs.
 
     Args:
         model: a model of the class and size that the adapter was made for.
@@ -158,7 +163,7 @@ def load(
     Raises:
         FileNotFoundError: if there is no adapter at `source`.
         ValueError: if a file is damaged or foreign, the adapter was made for another base (both are named), or the
-            name is taken and `replace` is false.
+            name is taken and `replace` is false, or group offloading keeps the model on disk.
     """
     model = unwrap(model)
     folder = find_folder(source, subfolder=subfolder, revision=revision)
@@ -166,6 +171,7 @@ def load(
     present = replace and name in adapters(model)
     if not present:
         check_new_name(model, name)
+    check_values_present(model)
     family = family_for(model, family)
     _check_base(saved.base, describe_base(model, family), folder)
     with torch.random.fork_rng():  # the start that is about to be overwritten must not disturb anybody's seed
@@ -173,13 +179,13 @@ def load(
     _fill(built, saved, weights, folder)
     if not present:
         install(model, built, name=name)
-    elif not _copy_in_place(model, built, name=name):
+    elif not _copy_in_place(model, built, weights, name=name):
         _replace_modules(model, built, name=name)
     return report(model, name=name)
 
 
 def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Collect an adapter's weights under the keys of its file, on the CPU.
+    """Collect an adapter's weights under the keys of its file, on the CPU; whole ones, where processes share them.
 
     Raises:
         ValueError: if a weight is on the `meta` device or not finite.
@@ -190,8 +196,9 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
             with align_module_device(module):
                 for key, parameter in module.named_parameters(recurse=False):
                     full = f"{path}.{CHILD}.{module_path}.{key}"
-                    _check_savable(full, parameter)
-                    state[full] = parameter.detach().to("cpu", copy=True).contiguous()
+                    value = whole(parameter.detach())
+                    _check_savable(full, value)
+                    state[full] = value.to("cpu", copy=True).contiguous()
     return state
 
 
@@ -255,20 +262,28 @@ def _fill(built: BuiltAdapter, saved: SavedAdapter, weights: dict[str, Tensor], 
             raise ValueError(f"{key} of the model is on the meta device; load the base's weights before the adapter's")
         with torch.no_grad():
             parameter.copy_(weights[key])
+        if not torch.isfinite(parameter).all():
+            raise ValueError(
+                f"{folder / WEIGHTS_NAME}: {key} holds values up to {float(weights[key].abs().max()):.3g}, beyond the "
+                f"range of the model's {parameter.dtype}; load it onto a model in bfloat16 or float32"
+            )
     for path, (_, _, adapter) in built.sites.items():
         adapter.initial_norms = saved.initial_norms.get(path, adapter.initial_norms)
 
 
-def _copy_in_place(model: nn.Module, built: BuiltAdapter, *, name: str) -> bool:
-    """Give the adapter of that name the values of a built one, if it has the same shape; tell whether it has."""
+def _copy_in_place(model: nn.Module, built: BuiltAdapter, weights: dict[str, Tensor], *, name: str) -> bool:
+    """Give the adapter of that name the values of a file, if the one built from it has the same shape; tell whether.
+
+    The values come from the file, not from what was built: an adapter in training may be finer than its base's dtype.
+    """
     present = dict(named_adapters(model, name))
     fresh = {path: adapter for path, (_, _, adapter) in built.sites.items()}
     if present.keys() != fresh.keys() or not all(_alike(present[path], fresh[path]) for path in present):
         return False
     for path, old in present.items():
         with torch.no_grad():
-            for target, source in zip(old.parameters(), fresh[path].parameters(), strict=True):
-                target.copy_(source)
+            for key, target in old.named_parameters():
+                target.copy_(weights[f"{path}.{CHILD}.{key}"])
         old.config, old.initial_norms = fresh[path].config, fresh[path].initial_norms
     return True
 

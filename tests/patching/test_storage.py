@@ -373,6 +373,14 @@ def test_a_wrong_shape_is_refused(saved, refuses):
     refuses(saved, ValueError, rf"{WEIGHTS}: {last} has shape \[32, 1\], expected \[")
 
 
+def test_weights_beyond_the_range_of_the_model_are_refused(saved, make_transformer, style, refuses):
+    last = sorted(load_file(saved / WEIGHTS))[-1]
+    edit_weights(saved, lambda weights: weights[last].fill_(1e5))  # infinite in float16
+    match = rf"{WEIGHTS}: {last} holds values up to 1e\+05, beyond the range of the model's torch\.float16"
+    refuses(saved, ValueError, match, make_transformer(style).half())
+    mmpreproj.load(make_transformer(style).bfloat16(), saved)
+
+
 def test_a_load_that_failed_can_be_repeated_with_the_right_file(saved, make_transformer, style, refuses, predict):
     model, whole = make_transformer(style), (saved / WEIGHTS).read_bytes()
     (saved / WEIGHTS).write_bytes(whole[:100])
