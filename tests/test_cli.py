@@ -193,7 +193,10 @@ def test_errors_are_one_message_and_exit_status_1(config, tmp_path):
 def test_errors_of_a_real_process_have_no_traceback_unless_asked_for(tmp_path):
     plain = python("-m", "mmpreproj", "train", "nowhere.yaml", cwd=tmp_path)
     assert (plain.returncode, plain.stdout) == (1, "")
-    assert plain.stderr == "mmpreproj: there is no configuration file nowhere.yaml\n"
+    assert plain.stderr == (
+        "mmpreproj: there is no configuration file nowhere.yaml; shipped with mmpreproj are quickstart, "
+        "sd35_medium_probe, sd3_medium_probe\n"
+    )
     long = python("-m", "mmpreproj", "--traceback", "train", "nowhere.yaml", cwd=tmp_path)
     assert long.returncode == 1
     assert "Traceback (most recent call last)" in long.stderr

@@ -50,7 +50,9 @@ def build_transformer(sizes: ScratchModel, *, resolution: int, text_width: int) 
         caption_projection_dim=sizes.width,
         joint_attention_dim=text_width,
         pooled_projection_dim=text_width,
-        pos_embed_max_size=2 * resolution // sizes.patch_size,
+        # A larger table would let larger pictures in, which such a model has never seen, and would put neighbouring
+        # patches closer together: diffusers spreads sample_size over the whole table.
+        pos_embed_max_size=resolution // sizes.patch_size,
         qk_norm=sizes.qk_norm,
     )
     start_adaln_at_zero(transformer)
