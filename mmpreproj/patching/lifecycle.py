@@ -13,6 +13,7 @@ from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook
 from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_offloading
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mmpreproj.core.sharding import is_sharded
 from mmpreproj.patching.config import PreProjConfig
@@ -56,12 +57,13 @@ def patch(
 
     Raises:
         TypeError: if the model has no joint-attention blocks.
-        ValueError: if the model already carries an adapter of that name, the config does not fit the model, or group
-            offloading keeps the model on disk.
+        ValueError: if the model already carries an adapter of that name, the config does not fit the model, it is
+            shared by several processes already, or group offloading keeps it on disk.
 
     Source: arXiv 2604.10791; gate placement as stated above.
     """
-    model = unwrap(model)
+    wrapper, model = model, unwrap(model)
+    check_not_distributed(wrapper)
     check_new_name(model, name)
     check_values_present(model)
     install(model, build(model, config or PreProjConfig(), family=family), name=name)
@@ -151,6 +153,19 @@ def check_name(name: str) -> None:
         raise ValueError(f"name must be a non-empty string without dots; got {name!r}")
     if hasattr(nn.ModuleDict, name) or hasattr(nn.ModuleDict(), name):
         raise ValueError(f"name must not be an attribute of torch modules, such as {name!r}; choose another")
+
+
+def check_not_distributed(model: nn.Module) -> None:
+    """Refuse a model inside `DistributedDataParallel`, which synchronises the parameters it found when it was made.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "this model is inside DistributedDataParallel, which would not keep new weights equal among processes; "
+            "patch or load first, then wrap (accelerator.prepare)"
+        )
 
 
 def check_new_name(model: nn.Module, name: str) -> None:

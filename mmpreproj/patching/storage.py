@@ -31,6 +31,7 @@ from mmpreproj.patching.lifecycle import (
     BuiltAdapter,
     build,
     check_new_name,
+    check_not_distributed,
     family_for,
     install,
     unpatch,
@@ -163,13 +164,14 @@ def load(
     Raises:
         FileNotFoundError: if there is no adapter at `source`.
         ValueError: if a file is damaged or foreign, the adapter was made for another base (both are named), or the
-            name is taken and `replace` is false, or group offloading keeps the model on disk.
+            name is taken and `replace` is false, the model is shared by several processes already, or group
+            offloading keeps it on disk.
     """
-    model = unwrap(model)
+    wrapper, model = model, unwrap(model)
     folder = find_folder(source, subfolder=subfolder, revision=revision)
     saved, weights = read_config(folder), read_weights(folder)
-    present = replace and name in adapters(model)
-    if not present:
+    is_new = not (replace and name in adapters(model))
+    if is_new:
         check_new_name(model, name)
     check_values_present(model)
     family = family_for(model, family)
@@ -177,9 +179,12 @@ def load(
     with torch.random.fork_rng():  # the start that is about to be overwritten must not disturb anybody's seed
         built = build(model, saved.config, family=family)
     _fill(built, saved, weights, folder)
-    if not present:
+    if not is_new and _copy_in_place(model, built, weights, name=name):
+        return report(model, name=name)
+    check_not_distributed(wrapper)
+    if is_new:
         install(model, built, name=name)
-    elif not _copy_in_place(model, built, weights, name=name):
+    else:
         _replace_modules(model, built, name=name)
     return report(model, name=name)
 

@@ -180,6 +180,20 @@ def test_every_process_writes_the_same_whole_file(folder, way):
     assert (folder / f"{way}0" / WEIGHTS).read_bytes() == (folder / f"{way}1" / WEIGHTS).read_bytes()
 
 
+def test_a_model_that_is_wrapped_already_is_refused(tmp_path):
+    saved = mmpreproj.save(build_patched(), tmp_path / "adapter")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(build_patched())
+        for add in (lambda: mmpreproj.patch(wrapped, name="b"), lambda: mmpreproj.load(wrapped, saved, name="b")):
+            with pytest.raises(ValueError, match=r"inside DistributedDataParallel.*patch or load first, then wrap"):
+                add()
+        assert mmpreproj.adapters(wrapped) == ("default",)
+        mmpreproj.load(wrapped, saved, replace=True)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_what_is_asked_of_a_sharded_model_in_each_process_held(folder):
     """Profile, scale, switch and unpatch as on one process; new weights refused: see `live_with_fsdp`."""
     assert all((folder / f"lived{rank}").exists() for rank in range(WORLD))
