@@ -63,3 +63,9 @@ def _to_vae(vae: Any, tensor: Tensor) -> Tensor:
     # `encode` and `decode` are not `forward`: accelerate's hooks bring the module there, but not its input.
     device = getattr(getattr(vae, "_hf_hook", None), "execution_device", None)
     return tensor.to(device=tensor.device if device is None else device, dtype=vae.dtype)
+
+
+def largest_side(transformer: Any, *, vae_scale_factor: int) -> int:
+    """Return the side, in pixels, of the largest square picture that a transformer has positions for."""
+    settings = transformer.config
+    return settings.pos_embed_max_size * settings.patch_size * vae_scale_factor

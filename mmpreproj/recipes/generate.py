@@ -14,6 +14,7 @@ from PIL import Image
 
 from mmpreproj.patching.control import is_enabled
 from mmpreproj.patching.lookup import adapters
+from mmpreproj.pipelines.latents import largest_side
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 
 
@@ -50,8 +51,16 @@ def generate(
 
     Returns:
         One (prompt, pictures) pair per prompt, in order.
+
+    Raises:
+        ValueError: if the pictures are to be larger than the model has positions for.
     """
     sampling = sampling or Sampling()
+    largest = largest_side(pipeline.transformer, vae_scale_factor=pipeline.vae_scale_factor)
+    if sampling.size is not None and sampling.size > largest:
+        raise ValueError(
+            f"size: {sampling.size} pixels are more than this model has positions for; it takes {largest} at most"
+        )
     rows = []
     for prompt in prompts:
         generators = [torch.Generator().manual_seed(sampling.seed + place) for place in range(sampling.count)]

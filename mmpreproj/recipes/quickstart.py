@@ -59,7 +59,7 @@ def run_quickstart(
     run = run_training(config, console=console, overwrite=overwrite)
     path = config.output / "report.md"
     console.print("generating the grid", highlight=False)
-    sampling = sampling or Sampling(steps=28, guidance=5.0, count=6)
+    sampling = sampling or Sampling(steps=28, guidance=4.0, count=6)
     pipeline = run.pipeline.to(best_device())
     pipeline.set_progress_bar_config(disable=True)
     started = time.perf_counter()

@@ -28,6 +28,7 @@ from mmpreproj.patching.lookup import adapters, is_patched
 from mmpreproj.patching.profile import profile
 from mmpreproj.patching.report import report
 from mmpreproj.patching.storage import adapter_config, save
+from mmpreproj.pipelines.latents import largest_side
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 from mmpreproj.recipes.figures import draw_loss_curves
 from mmpreproj.recipes.loading import open_pipeline
@@ -187,8 +188,7 @@ def _split(captions: Sequence[str], config: TrainConfig) -> tuple[list[int], lis
 
 
 def _check_positions(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
-    settings = pipeline.transformer.config
-    largest = settings.pos_embed_max_size * settings.patch_size * pipeline.vae_scale_factor
+    largest = largest_side(pipeline.transformer, vae_scale_factor=pipeline.vae_scale_factor)
     if config.data.resolution > largest:
         raise ConfigError(
             f"data.resolution: {config.data.resolution} pixels are more than this model has positions for; it takes "

@@ -141,6 +141,13 @@ def test_every_setting_takes_effect(pipeline, change):
     assert changed.size != plain.size or not np.array_equal(pixels([changed]), pixels([plain]))
 
 
+def test_a_size_beyond_the_models_positions_is_refused_with_the_largest(pipeline):
+    largest = pipeline.transformer.config.pos_embed_max_size * pipeline.transformer.config.patch_size
+    assert generate(pipeline, ["x"], Sampling(steps=1, size=largest))[0][1][0].size == (largest, largest)
+    with pytest.raises(ValueError, match=f"size: {largest + 2} pixels are more .* takes {largest} at most"):
+        generate(pipeline, ["x"], Sampling(steps=1, size=largest + 2))
+
+
 @pytest.mark.parametrize("name", ["steps", "count"])
 def test_fewer_than_one_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
