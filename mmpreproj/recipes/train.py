@@ -104,20 +104,23 @@ def run_training(config: TrainConfig, *, console: Console | None = None, overwri
             pictures = _encode(pipeline, source, config, accelerator=accelerator, reporter=reporter)
         train_indices, held_indices = _split(pictures.captions, config)
         splits = pictures.subset(train_indices), pictures.subset(held_indices)
-        with _timed(seconds, "training"):
-            history = _train(pipeline, splits, config, accelerator=accelerator, reporter=reporter)
-        run = TrainingRun(
-            config=config,
-            pipeline=pipeline,
-            saved=config.output / ("adapter" if config.mode == "probe" else "model"),
-            history=history,
-            skipped=pictures.skipped,
-            counts=(len(train_indices), len(held_indices)),
-            seconds=seconds,
-        )
-        if accelerator.is_main_process:
-            write_results(run)
-            _say_skipped(pictures.skipped, reporter)
+        try:
+            with _timed(seconds, "training"):
+                history = _train(pipeline, splits, config, accelerator=accelerator, reporter=reporter)
+            run = TrainingRun(
+                config=config,
+                pipeline=pipeline,
+                saved=config.output / ("adapter" if config.mode == "probe" else "model"),
+                history=history,
+                skipped=pictures.skipped,
+                counts=(len(train_indices), len(held_indices)),
+                seconds=seconds,
+            )
+            if accelerator.is_main_process:
+                write_results(run)
+        finally:
+            if accelerator.is_main_process:
+                _say_skipped(pictures.skipped, reporter)
     accelerator.wait_for_everyone()
     return run
 

@@ -1,6 +1,7 @@
 """A training run from its configuration to what it leaves on disk, and what it refuses before anything is lost."""
 
 import copy
+import io
 import json
 import shutil
 
@@ -8,10 +9,12 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from PIL import Image
+from rich.console import Console
 
 import mmpreproj
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.pipelines import PreProjSD3Pipeline
+from mmpreproj.recipes.train import run_training
 from mmpreproj.training.checkpoints import checkpoints
 from mmpreproj.training.config import ConfigError
 from mmpreproj.training.config_file import read_config
@@ -303,6 +306,16 @@ def test_a_run_that_diverges_keeps_checkpoints_and_metrics(run, make_config, bas
     steps = [json.loads(line)["step"] for line in (config.output / "metrics.jsonl").read_text().splitlines()]
     assert steps == [0, 1, 2]
     assert not (config.output / "adapter").exists()
+
+
+def test_unreadable_pictures_are_listed_when_a_run_fails_too(make_config, pictures):
+    (pictures / "03.png").write_text("no picture")
+    wild = {"name": "sgd", "learning_rate": 1e30, "max_grad_norm": 1e9, "warmup_steps": 1}
+    screen = io.StringIO()
+    with pytest.raises(TrainingDivergedError):
+        run_training(make_config(steps=9, optimizer=wild), console=Console(file=screen, width=200))
+    assert "1 picture could not be read" in screen.getvalue()
+    assert "03.png: " in screen.getvalue()
 
 
 def test_the_held_out_loss_of_the_base_does_not_depend_on_the_adapter(run, make_config, saved_pipelines, tmp_path):
