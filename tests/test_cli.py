@@ -190,6 +190,13 @@ def test_errors_are_one_message_and_exit_status_1(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_configuration_is_not_written_over_itself(config, tmp_path):
+    target = tmp_path / "config.yaml"
+    target.write_text(config.read_text())
+    assert "which it was read from" in refused("train", target, f"output={tmp_path}", "--overwrite")
+    assert target.read_text() == config.read_text()
+
+
 def test_errors_of_a_real_process_have_no_traceback_unless_asked_for(tmp_path):
     plain = python("-m", "mmpreproj", "train", "nowhere.yaml", cwd=tmp_path)
     assert (plain.returncode, plain.stdout) == (1, "")

@@ -28,15 +28,22 @@ class Scale(nn.Module):
     def set(self, factor: float) -> None:
         """Change the factor in place."""
         self.factor = factor
-        if not self.value.is_meta:
+        if self.value.is_inference():  # made under torch.inference_mode, and so not to be changed outside of it
+            self.value = torch.full((), factor, dtype=torch.float32, device=self.value.device)
+        elif not self.value.is_meta:
             self.value.fill_(factor)
 
     def forward(self, contribution: Tensor) -> Tensor:
         """Scale `[B, N, D]`; its dtype stays."""
-        scaled = contribution * self.value  # a 0-dimensional factor does not promote
-        return scaled.masked_fill(self.value == 0, 0)  # where weights are so large that it overflowed, 0 · inf is NaN
+        if self.value.is_meta and not contribution.is_meta:  # weights were assigned to a model made on `meta`
+            self.value = torch.full((), self.factor, dtype=torch.float32, device=contribution.device)
+        value = self.value.clone()  # autograd keeps the copy, so the factor may change before the backward pass
+        scaled = contribution * value  # a 0-dimensional factor does not promote
+        return scaled.masked_fill(value == 0, 0)  # where weights are so large that it overflowed, 0 · inf is NaN
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Scale:
+        if self.value.is_meta:
+            self.value = torch.full((), self.factor, dtype=torch.float32)  # the one tensor that needs no file
         super()._apply(fn, recurse)
         if self.value.dtype != torch.float32:
             self.value = torch.empty((), dtype=torch.float32, device=self.value.device)

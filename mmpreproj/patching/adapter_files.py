@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -25,6 +26,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 METADATA_KEY = "mmpreproj"
 FORMAT_VERSION = 1
 PARTS = ("down", "skip")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -158,15 +160,20 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: if the folder has none.
-        ValueError: if it is truncated or not a safetensors file.
+        ValueError: if it is truncated, not a safetensors file, or a weight is of no floating dtype that we write.
     """
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {WEIGHTS_NAME}")
     try:
-        return load_file(path)
+        weights = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged or not a safetensors file ({error})") from error
+    for key, weight in weights.items():
+        if weight.dtype not in DTYPES:
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise ValueError(f"{path}: {key} is of {weight.dtype}; an adapter's weights are {kinds}")
+    return weights
 
 
 def find_folder(source: str | os.PathLike[str], *, subfolder: str | None = None, revision: str | None = None) -> Path:
@@ -175,6 +182,8 @@ def find_folder(source: str | os.PathLike[str], *, subfolder: str | None = None,
     Raises:
         FileNotFoundError: if `source` is neither a folder nor a hub repository that can be had.
     """
+    if not str(source):
+        raise FileNotFoundError("the source of an adapter is an empty string; give a folder or a hub id")
     folder = Path(source)
     if not folder.is_dir():
         patterns = [f"{subfolder}/{file}" if subfolder else file for file in (CONFIG_NAME, WEIGHTS_NAME)]
@@ -187,6 +196,12 @@ def find_folder(source: str | os.PathLike[str], *, subfolder: str | None = None,
     return folder / subfolder if subfolder else folder
 
 
+def _umask() -> int:
+    current = os.umask(0)  # there is no way to ask for it alone
+    os.umask(current)
+    return current
+
+
 def write_atomically(path: Path, write: Callable[[str], Any]) -> None:
     """Call `write` on a temporary file beside `path`, then move it over `path` in one step.
 
@@ -197,7 +212,7 @@ def write_atomically(path: Path, write: Callable[[str], Any]) -> None:
     os.close(handle)
     try:
         write(temporary)
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ CARD_NAME = "README.md"
 PICTURE_NAME = "profile.png"
 MARK = "<!-- written by mmpreproj.save, and written anew by it while this line is here -->"
 INITIAL = "#e08a2e"
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def write_card(folder: Path, saved: SavedAdapter, report: PatchReport, profile: Profile) -> None:
@@ -53,7 +55,7 @@ def _row_label(block: int, attention: str, weights: str) -> str:
 
 def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
     base, source = saved.base, saved.base.name_or_path
-    on_hub = source is not None and source.count("/") == 1 and not Path(source).exists()
+    on_hub = source is not None and HUB_ID.fullmatch(source) is not None and not Path(source).exists()
     front = ["---", "library_name: mmpreproj", *([f"base_model: {source}"] if on_hub else [])]
     front += ["tags:", "- mmpreproj", "- diffusers", "- adapter", "---"]
     where = f"`{source}`" if on_hub else f"a `{base.model_class}`"

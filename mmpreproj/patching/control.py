@@ -84,28 +84,32 @@ def enable(model: nn.Module, name: str | None = None) -> None:
 
 
 def is_enabled(model: nn.Module, name: str | None = None) -> bool:
-    """Tell whether an adapter, the only one for None, is switched on anywhere."""
+    """Tell whether an adapter, any there is for None, takes part: it is switched on, and in no `disabled` block."""
     model = unwrap(model)
-    return any(adapter.enabled for found in resolve_names(model, name) for _, adapter in named_adapters(model, found))
+    return any(
+        adapter.enabled and not adapter.suspended
+        for found in resolve_names(model, name)
+        for _, adapter in named_adapters(model, found)
+    )
 
 
 @contextmanager
 def disabled(model: nn.Module, name: str | None = None) -> Iterator[nn.Module]:
-    """Switch an adapter off, all of them for None, for the length of a `with` block; the model is its base then.
+    """Switch an adapter off, all that there are for None, for the length of a `with` block.
+
+    Blocks may be nested or overlap: an adapter takes part again when the last of them has ended. What is added inside
+    the block takes part. A copy made inside stays off.
 
     Raises:
         ValueError: if the model carries no adapter, or none of that name.
     """
     bare = unwrap(model)
-    members = [adapter for found in resolve_names(bare, name) for _, adapter in named_adapters(bare, found)]
-    before = [adapter.enabled for adapter in members]
+    names = resolve_names(bare, name)
+    _suspend(bare, names, by=1)
     try:
-        for adapter in members:
-            adapter.enabled = False
         yield model
     finally:
-        for adapter, was_enabled in zip(members, before, strict=True):
-            adapter.enabled = was_enabled
+        _suspend(bare, names, by=-1)
 
 
 def thaw(model: nn.Module, name: str | None = None) -> None:
@@ -118,6 +122,12 @@ def thaw(model: nn.Module, name: str | None = None) -> None:
     """
     for parameter in parameters(model, name):
         parameter.requires_grad_(True)
+
+
+def _suspend(model: nn.Module, names: tuple[str, ...], *, by: int) -> None:
+    for name in names:
+        for _, adapter in named_adapters(model, name):
+            adapter.suspended = max(0, adapter.suspended + by)
 
 
 def _switch(model: nn.Module, name: str | None, *, on: bool) -> None:

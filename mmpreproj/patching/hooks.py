@@ -8,7 +8,7 @@ module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -22,15 +22,15 @@ CHILD = "preproj"
 
 
 class ProjectedArguments(tuple):
-    """Positional arguments of an attention call, with what goes around it: by stream, `[B, N, D]`."""
+    """No positional arguments, and what goes around the attention: by stream, `[B, N, D]`."""
 
-    bypass: dict[str, Tensor]
+    bypass: dict[str, Tensor] | None = None
 
-    def __new__(cls, arguments: Iterable[Any], bypass: dict[str, Tensor]) -> ProjectedArguments:
-        """Make the tuple and let it carry `bypass`."""
-        made = super().__new__(cls, arguments)
-        made.bypass = bypass
-        return made
+
+class ProjectedKeywords(dict):
+    """Keyword arguments of an attention call, and what goes around it: by stream, `[B, N, D]`."""
+
+    bypass: dict[str, Tensor] | None = None
 
 
 def project_streams(
@@ -51,21 +51,30 @@ def project_streams(
             positional[stream.position] = features
         else:
             keywords[stream.argument] = features
-    return ProjectedArguments(positional, bypass), keywords
+    carrier = ProjectedKeywords(keywords)
+    carrier.bypass = bypass
+    if positional:  # kept plain: torch's full backward hooks build a tuple anew by its own class
+        return tuple(positional), carrier
+    arguments = ProjectedArguments()
+    arguments.bypass = bypass
+    return arguments, carrier
 
 
 def add_content_skip(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Add each stream's content skip to its attention output, before the block gates it."""
-    if not isinstance(args, ProjectedArguments):
+    bypass = getattr(kwargs, "bypass", None)
+    if bypass is None:
+        bypass = getattr(args, "bypass", None)
+    if bypass is None:
         raise RuntimeError(
-            f"another forward pre-hook on this {type(attention).__name__} replaced its positional arguments after "
-            "mmpreproj's, and with them the content skip; register that hook with prepend=True"
+            f"another forward pre-hook on this {type(attention).__name__} replaced its arguments after mmpreproj's, "
+            "and with them the content skip; register that hook with prepend=True"
         )
     lone = not isinstance(output, tuple)
     outputs = [output] if lone else list(output)
     for stream in layer_of(attention).site.streams:
-        if stream.name in args.bypass:
-            outputs[stream.output] = outputs[stream.output] + args.bypass[stream.name]
+        if stream.name in bypass:
+            outputs[stream.output] = outputs[stream.output] + bypass[stream.name]
     return outputs[0] if lone else tuple(outputs)
 
 

@@ -6,6 +6,8 @@ patched paths are noted on the model, and compared with what is there before tra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from mmpreproj.patching.hooks import is_attached, layer_of
@@ -20,35 +22,41 @@ def note_sites(model: nn.Module, name: str, paths: tuple[str, ...]) -> None:
 
 
 def forget_sites(model: nn.Module, name: str) -> None:
-    """Drop the note of an adapter, and with the last one every trace."""
-    notes = vars(model).get(_NOTE, {})
-    notes.pop(name, None)
-    if not notes:
-        vars(model).pop(_NOTE, None)
+    """Drop the notes of an adapter on a model and its parts, and with the last one every trace."""
+    for owner in list(_owners(model)):
+        notes = vars(owner)[_NOTE]
+        notes.pop(name, None)
+        if not notes:
+            del vars(owner)[_NOTE]
 
 
 def noted_adapters(model: nn.Module) -> tuple[str, ...]:
     """List the adapters that a model should carry."""
-    return tuple(vars(unwrap(model)).get(_NOTE, {}))
+    return tuple(dict.fromkeys(name for owner in _owners(unwrap(model)) for name in vars(owner)[_NOTE]))
 
 
 def check_intact(model: nn.Module) -> None:
-    """Make sure that every adapter put on a model is still on it and takes part.
+    """Make sure that every adapter put on a model, or on a part of it, is still there and takes part.
 
     Raises:
         ValueError: if one is missing somewhere, or has lost its hooks; named are the adapter, the first place, and the
             way out.
     """
-    model = unwrap(model)
-    found = {
-        plain_path(path): tuple(layer_of(attention).adapters) if is_attached(attention) else ()
-        for path, attention in patched_attentions(model)
-    }
-    for name, paths in vars(model).get(_NOTE, {}).items():
-        lost = [path for path in paths if name not in found.get(path, ())]
-        if lost:
-            raise ValueError(
-                f"{type(model).__name__} has lost the adapter {name!r} at {lost[0]} ({len(lost)} of {len(paths)} "
-                "attentions): the module was replaced or its hooks were removed after patching. Load the base anew "
-                "and patch it last, or call mmpreproj.unpatch(model) to go on without the adapter"
-            )
+    for owner in _owners(unwrap(model)):
+        found = {
+            plain_path(path): tuple(layer_of(attention).adapters) if is_attached(attention) else ()
+            for path, attention in patched_attentions(owner)
+        }
+        for name, paths in vars(owner)[_NOTE].items():
+            lost = [path for path in paths if name not in found.get(path, ())]
+            if lost:
+                raise ValueError(
+                    f"{type(owner).__name__} has lost the adapter {name!r} at {lost[0]} ({len(lost)} of {len(paths)} "
+                    "attentions): the module was replaced or its hooks were removed after patching. Load the base "
+                    "anew and patch it last, or call mmpreproj.unpatch(model) to go on without the adapter"
+                )
+
+
+def _owners(model: nn.Module) -> Iterator[nn.Module]:
+    """Iterate over the modules that were patched: the model, or, where it is a wrapper, a part of it."""
+    return (module for module in model.modules() if _NOTE in vars(module))

@@ -48,6 +48,7 @@ class AttentionAdapter(nn.Module):
         self.config = config
         self.skipped = skipped
         self.enabled = True
+        self.suspended = 0  # by how many `disabled` blocks
         self.scale = Scale(device=device)
         self.keys = {stream.name: SHARED if config.share == "block" else stream.name for stream in streams}
         projected = sorted(set(self.keys.values())) if config.pre_projection else []
@@ -105,7 +106,7 @@ class PreProjLayer(nn.Module):
     def active(self) -> Iterator[AttentionAdapter]:
         """Iterate over the adapters that take part in the forward pass."""
         for adapter in self.adapters.values():
-            if adapter.enabled:
+            if adapter.enabled and not adapter.suspended:
                 yield cast(AttentionAdapter, adapter)
 
     def forward(self, hidden_states: Tensor, stream: str) -> tuple[Tensor, Tensor | None]:

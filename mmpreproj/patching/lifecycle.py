@@ -56,13 +56,15 @@ def patch(
         A report of blocks, streams and parameters.
 
     Raises:
-        TypeError: if the model has no joint-attention blocks.
+        TypeError: if the model has no joint-attention blocks, or `config` is something else.
         ValueError: if the model already carries an adapter of that name, the config does not fit the model, it is
             shared by several processes already, or group offloading keeps it on disk.
 
     Source: arXiv 2604.10791; gate placement as stated above.
     """
     wrapper, model = model, unwrap(model)
+    if config is not None and not isinstance(config, PreProjConfig):
+        raise TypeError(f"config must be a PreProjConfig; got {config!r}. A name is given as name=…")
     check_not_distributed(wrapper)
     check_new_name(model, name)
     check_values_present(model)
@@ -117,7 +119,11 @@ class BuiltAdapter:
 
 def build(model: nn.Module, config: PreProjConfig, *, family: Family | None = None) -> BuiltAdapter:
     """Make an adapter for a model without touching the model; see `patch` for arguments and errors."""
-    family = family_for(model, family)
+    with torch.inference_mode(False):  # or the weights could never be changed
+        return _build(model, config, family_for(model, family))
+
+
+def _build(model: nn.Module, config: PreProjConfig, family: Family) -> BuiltAdapter:
     wanted = config.block_indices(len(joint_blocks(model, family)))
     sites = {}
     for index, path, site, attention in attention_sites(model, family):
@@ -233,9 +239,11 @@ def _placement(attention: nn.Module) -> tuple[torch.device, torch.dtype]:
 
     Where its own dtype is for storage only, the one that layerwise casting computes in, or else fp32.
     """
-    device = torch.device("cpu")
-    for parameter in attention.parameters():
-        device = torch.device("cpu") if _offloaded_to(attention) is not None else parameter.device
+    parameters = list(attention.parameters())
+    # Quantised weights may call themselves `meta` although they have values; a whole attention on it has none.
+    devices = [parameter.device for parameter in parameters if not parameter.is_meta] or [torch.device("meta")]
+    device = torch.device("cpu") if not parameters or _offloaded_to(attention) is not None else devices[0]
+    for parameter in parameters:
         if parameter.dtype in COMPUTE_DTYPES:
             return device, parameter.dtype
     casts = (diffusers_hook(module, "layerwise_casting") for module in attention.modules())

@@ -66,7 +66,9 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}{hint}")
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     peft = sys.modules.get("peft")
-    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+    if peft is not None and isinstance(model, peft.PeftModel):
+        return model.get_base_model()
+    return model.base_model.model if peft is not None and isinstance(model, peft.PeftMixedModel) else model
 
 
 def plain_path(path: str) -> str:

@@ -265,15 +265,19 @@ def _fill(built: BuiltAdapter, saved: SavedAdapter, weights: dict[str, Tensor], 
             raise ValueError(f"{folder / WEIGHTS_NAME}: {key} holds NaN or infinite values; the file is of no use")
         if parameter.is_meta:
             raise ValueError(f"{key} of the model is on the meta device; load the base's weights before the adapter's")
+        _check_range(f"{folder / WEIGHTS_NAME}: {key}", weights[key], parameter.dtype)
         with torch.no_grad():
             parameter.copy_(weights[key])
-        if not torch.isfinite(parameter).all():
-            raise ValueError(
-                f"{folder / WEIGHTS_NAME}: {key} holds values up to {float(weights[key].abs().max()):.3g}, beyond the "
-                f"range of the model's {parameter.dtype}; load it onto a model in bfloat16 or float32"
-            )
     for path, (_, _, adapter) in built.sites.items():
         adapter.initial_norms = saved.initial_norms.get(path, adapter.initial_norms)
+
+
+def _check_range(what: str, weight: Tensor, dtype: torch.dtype) -> None:
+    if not torch.isfinite(weight.to(dtype)).all():
+        raise ValueError(
+            f"{what} holds values up to {float(weight.abs().max()):.3g}, beyond the range of the model's {dtype}; "
+            "load it onto a model in bfloat16 or float32"
+        )
 
 
 def _copy_in_place(model: nn.Module, built: BuiltAdapter, weights: dict[str, Tensor], *, name: str) -> bool:
@@ -285,10 +289,15 @@ def _copy_in_place(model: nn.Module, built: BuiltAdapter, weights: dict[str, Ten
     fresh = {path: adapter for path, (_, _, adapter) in built.sites.items()}
     if present.keys() != fresh.keys() or not all(_alike(present[path], fresh[path]) for path in present):
         return False
+    pairs = {
+        f"{path}.{CHILD}.{key}": target for path, old in present.items() for key, target in old.named_parameters()
+    }
+    for key, target in pairs.items():
+        _check_range(key, weights[key], target.dtype)
+    with torch.no_grad():
+        for key, target in pairs.items():
+            target.copy_(weights[key])
     for path, old in present.items():
-        with torch.no_grad():
-            for key, target in old.named_parameters():
-                target.copy_(weights[f"{path}.{CHILD}.{key}"])
         old.config, old.initial_norms = fresh[path].config, fresh[path].initial_norms
     return True
 
@@ -309,7 +318,7 @@ def _replace_modules(model: nn.Module, built: BuiltAdapter, *, name: str) -> Non
     for path, (_, _, adapter) in built.sites.items():
         source = old.get(block_of(path), fallback)
         adapter.scale.set(source.scale.factor)
-        adapter.enabled = source.enabled
+        adapter.enabled, adapter.suspended = source.enabled, source.suspended
         adapter.requires_grad_(trained)
     unpatch(model, name)
     install(model, built, name=name)

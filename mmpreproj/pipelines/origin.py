@@ -37,8 +37,8 @@ class AdapterOrigin:
         if is_patched(bare) or (self._transformer is not None and bare is self._transformer()):
             return
         raise ValueError(
-            f"this pipeline was loaded with the adapter in {self.folder}, but its transformer has been exchanged for "
-            f"another {type(bare).__name__}, which carries none. Put it on with mmpreproj.load(pipe.transformer, "
+            f"this pipeline was loaded with the adapter in {self.folder}, but the {type(bare).__name__} that is its "
+            "transformer now was put in afterwards and carries none. Put it on with mmpreproj.load(pipe.transformer, "
             f"{str(self.folder)!r}) or, to go on without it, make the pipeline anew: "
             "PreProjSD3Pipeline(**pipe.components)"
         )

@@ -75,6 +75,8 @@ def _encode_batch(
     embeds, pooled = encode_text(
         pipe.text_encoder, pipe.tokenizer, prompts, max_sequence_length=max_sequence_length, device=device
     )  # [B, L, D], [B, D]
+    if pipe.transformer is None:  # left out, to encode alone
+        return embeds.repeat_interleave(images_per_prompt, 0), pooled.repeat_interleave(images_per_prompt, 0)
     width = embeds.shape[-1]
     for setting in ("joint_attention_dim", "pooled_projection_dim"):
         expected = pipe.transformer.config[setting]

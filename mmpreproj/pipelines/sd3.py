@@ -245,7 +245,7 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
 
         The arguments are those of `DiffusionPipeline.save_pretrained`; adapters have no variants and are always
         safetensors files; their names, scales and switches are kept. What an earlier save left in the folder never
-        outlives this one.
+        outlives this one. While the base is written the transformer is bare: no other thread may generate with it.
 
         Raises:
             ValueError: if `save_directory` is a file, an adapter is not finite, its name cannot be a folder's,
@@ -254,8 +254,12 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         folder = Path(save_directory)
         if folder.is_file():
             raise ValueError(f"save_directory must be a folder; {folder} is a file")
-        self._check_adapter()
         # The adapters go first: the parent's last act is the upload, which must find the folder complete.
+        if self.transformer is None:
+            remove_adapters(folder / ADAPTER_FOLDER)
+            super().save_pretrained(os.fspath(save_directory), *args, **kwargs)
+            return
+        self._check_adapter()
         if is_patched(self.transformer):
             save_adapters(self.transformer, folder / ADAPTER_FOLDER)
         else:
@@ -295,10 +299,11 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         # `PreProjSD3Pipeline(**components)` must leave its components alone.
         super().register_to_config(**kwargs)
         source = kwargs.get("_name_or_path")
-        if source is not None and self.transformer is not None and not is_patched(self.transformer):
+        if source is not None and (self.transformer is None or not is_patched(self.transformer)):
             folder = find_adapter(source, self.components)
             if folder is not None:
-                load_adapters(self.transformer, folder)
+                if self.transformer is not None:  # left out, as one does to encode prompts alone
+                    load_adapters(self.transformer, folder)
                 self._adapter_origin = AdapterOrigin(self.transformer, folder)
 
     def to_json_string(self) -> str:

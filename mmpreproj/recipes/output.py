@@ -5,22 +5,44 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from mmpreproj.patching.adapter_files import CONFIG_NAME
 from mmpreproj.training.checkpoints import checkpoints
 from mmpreproj.training.config import ConfigError, TrainConfig
 
-RECORDS = ("metrics.jsonl", "loss.png", "profile.png", "grid.png", "report.md")
+RECORDS = ("config.yaml", "metrics.jsonl", "loss.png", "profile.png", "grid.png", "report.md")
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder with an earlier run's results.
+    """Refuse a folder with an earlier run's results, or with files of those names that no run wrote.
 
     Raises:
-        ConfigError: if there are results and `overwrite` is false, or the path is a file.
+        ConfigError: if there are such files and `overwrite` is false; if a folder that would be replaced is of no run;
+            or if the path is a file.
     """
     if folder.is_file():
         raise ConfigError(f"output: {folder} is a file; name a folder")
-    if any(path.exists() for path in _results(folder)) and not overwrite:
-        raise ConfigError(f"output: {folder} holds the results of an earlier run; choose another, or add --overwrite")
+    for path in (folder / "model", folder / "adapter"):
+        if path.exists() and not _is_result(path):
+            raise ConfigError(f"output: {path} was not written by a run, and this one would; choose another folder")
+    found = [path for path in (*_results(folder), *(folder / name for name in RECORDS)) if path.exists()]
+    if found and not overwrite:
+        raise ConfigError(
+            f"output: {folder} holds the results of an earlier run, or what looks like it ({found[0].name}); choose "
+            "another folder, or add --overwrite to replace them"
+        )
+
+
+def check_config_survives(file: Path, config: TrainConfig) -> None:
+    """Refuse to write the full configuration over the very file that it was read from.
+
+    Raises:
+        ConfigError: naming the way out.
+    """
+    if file.resolve() == (config.output / "config.yaml").resolve():
+        raise ConfigError(
+            f"output: the run would write its full configuration over {file}, which it was read from; choose another "
+            "output, or another name for the file"
+        )
 
 
 def check_inputs_survive(config: TrainConfig) -> None:
@@ -48,6 +70,12 @@ def clear_output(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for name in RECORDS:
         (folder / name).unlink(missing_ok=True)
+
+
+def _is_result(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    return any((path / name).is_file() for name in ("model_index.json", CONFIG_NAME)) or not any(path.iterdir())
 
 
 def _results(folder: Path) -> list[Path]:

@@ -59,7 +59,7 @@ def run_quickstart(
     run = run_training(config, console=console, overwrite=overwrite)
     path = config.output / "report.md"
     console.print("generating the grid", highlight=False)
-    sampling = sampling or Sampling(steps=28, guidance=4.0, count=6)
+    sampling = sampling or Sampling(steps=28, guidance=3.5, count=6)
     pipeline = run.pipeline.to(best_device())
     pipeline.set_progress_bar_config(disable=True)
     started = time.perf_counter()
@@ -95,8 +95,7 @@ def write_report(run: TrainingRun, sampling: Sampling, *, minutes: float) -> str
         "## Pictures",
         "",
         f"{sampling.count} seeds for each prompt, {sampling.steps} steps, guidance {sampling.guidance:g}. Prompts: "
-        f"{prompts}. Those that are names of training drawings show what was learned, not how it generalises; "
-        "“green tree”, “yellow star” and “blue book” are put together from words seen elsewhere.",
+        f"{prompts}. {_say_what_is_new(run)}",
         "",
         "![generated pictures](grid.png)",
         "",
@@ -131,6 +130,14 @@ def write_report(run: TrainingRun, sampling: Sampling, *, minutes: float) -> str
         "",
     ]
     return "\n".join(lines)
+
+
+def _say_what_is_new(run: TrainingRun) -> str:
+    new = [f"“{prompt}”" for prompt in PROMPTS if prompt not in run.captions]
+    if not new:
+        return "All are names of training drawings, and show what was learned, not how it generalises."
+    known = "The others show what was learned, not how it generalises."
+    return f"Not the name of any training drawing: {', '.join(new)}. {known}"
 
 
 def _sizes(config: TrainConfig) -> str:

@@ -22,7 +22,6 @@ from mmpreproj.data.folder import FolderSource
 from mmpreproj.data.openmoji import OpenMojiSource
 from mmpreproj.data.pictures import PictureSource, SkippedPicture
 from mmpreproj.patching.card import draw_profile
-from mmpreproj.patching.control import is_enabled
 from mmpreproj.patching.lifecycle import patch
 from mmpreproj.patching.lookup import adapters, is_patched
 from mmpreproj.patching.profile import profile
@@ -38,7 +37,7 @@ from mmpreproj.recipes.scratch import build_pipeline
 from mmpreproj.training.config import ConfigError, DataConfig, ScratchModel, TrainConfig
 from mmpreproj.training.config_file import write_config
 from mmpreproj.training.loop import StepRecord, make_accelerator, train
-from mmpreproj.training.optimisation import check_optimizer
+from mmpreproj.training.optimisation import check_optimizer, check_strength
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ENCODERS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -55,6 +54,7 @@ class TrainingRun:
         history: one record per step, and one of step 0 where there are held-out pictures.
         skipped: pictures that could not be read.
         counts: pictures trained on, and held out.
+        captions: those of the pictures trained on.
         seconds: wall-clock time of each stage.
     """
 
@@ -64,6 +64,7 @@ class TrainingRun:
     history: list[StepRecord]
     skipped: tuple[SkippedPicture, ...]
     counts: tuple[int, int]
+    captions: frozenset[str] = frozenset()
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -90,7 +91,7 @@ def run_training(config: TrainConfig, *, console: Console | None = None, overwri
         TrainingDivergedError: if the loss is not finite; checkpoints and metrics so far are kept.
     """
     accelerator = make_accelerator(config)
-    check_optimizer(config.optimizer)
+    check_optimizer(config.optimizer, device=accelerator.device)
     check_output(config.output, overwrite=overwrite)
     check_inputs_survive(config)
     seconds: dict[str, float] = {}
@@ -114,6 +115,7 @@ def run_training(config: TrainConfig, *, console: Console | None = None, overwri
                 history=history,
                 skipped=pictures.skipped,
                 counts=(len(train_indices), len(held_indices)),
+                captions=frozenset(pictures.captions[index] for index in train_indices),
                 seconds=seconds,
             )
             if accelerator.is_main_process:
@@ -158,6 +160,7 @@ def prepare_pipeline(config: TrainConfig, reporter: Reporter) -> PreProjSD3Pipel
             "adapter's settings to train it on, or name the base without it"
         )
     if config.adapter is not None:
+        _check_strength(pipeline, config)
         continued = _patch_or_continue(pipeline, config)
         if continued:
             reporter.say(f"training on the adapter that the model in {config.model} carries")
@@ -199,6 +202,14 @@ def _check_positions(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
         )
 
 
+def _check_strength(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
+    if len(adapters(pipeline.transformer)) == 1:
+        try:
+            check_strength(pipeline.transformer, config.mode)
+        except ValueError as error:
+            raise ConfigError(f"adapter: of the model in {config.model}: {error}, and save the model") from error
+
+
 def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> bool:
     """Patch the transformer, or keep the adapter it carries; tell whether it carried one."""
     if not is_patched(pipeline.transformer):
@@ -212,11 +223,6 @@ def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> boo
             "another folder and name that, or name the base"
         )
     (name,) = names
-    if not is_enabled(pipeline.transformer):
-        raise ConfigError(
-            f"adapter: {name!r} of the model in {config.model} is switched off, so nothing of it would train; load "
-            "the model, call mmpreproj.enable(pipe.transformer) and save it"
-        )
     found = adapter_config(pipeline.transformer, name)
     if found != config.adapter:
         raise ConfigError(

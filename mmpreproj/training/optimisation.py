@@ -11,6 +11,7 @@ from diffusers.training_utils import cast_training_params
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
+from mmpreproj.patching.control import is_enabled, scales
 from mmpreproj.patching.integrity import check_intact
 from mmpreproj.patching.lookup import adapters, is_patched, parameters
 from mmpreproj.training.config import ConfigError, OptimizerConfig
@@ -21,7 +22,7 @@ def select_trainable(transformer: nn.Module, mode: Literal["probe", "full"]) -> 
 
     Raises:
         ValueError: in mode `probe`, if the transformer carries no adapter; in any, if it carries several, or has lost
-            one that was put on it.
+            one that was put on it, or one that `check_strength` refuses.
     """
     check_intact(transformer)
     names = adapters(transformer)
@@ -30,6 +31,8 @@ def select_trainable(transformer: nn.Module, mode: Literal["probe", "full"]) -> 
             f"the transformer carries several adapters, {', '.join(names)}, and a run trains one; take the others off "
             "with mmpreproj.unpatch(model, name)"
         )
+    if names:
+        check_strength(transformer, mode)
     if mode == "probe" and not names:
         raise ValueError(
             f"mode 'probe' trains an adapter, but this {type(transformer).__name__} is not patched; call "
@@ -40,6 +43,22 @@ def select_trainable(transformer: nn.Module, mode: Literal["probe", "full"]) -> 
         for parameter in parameters(transformer):
             parameter.requires_grad_(True)
     cast_training_params(transformer, dtype=torch.float32)
+
+
+def check_strength(transformer: nn.Module, mode: Literal["probe", "full"]) -> None:
+    """Refuse to train an adapter that takes no part, or, where it is saved alone, one that acts at another scale.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    (name,) = adapters(transformer)
+    strengths = set(scales(transformer)[name].values())
+    if is_enabled(transformer) and 0.0 not in strengths and (mode == "full" or strengths == {1.0}):
+        return
+    raise ValueError(
+        f"the adapter {name!r} is switched off or not at scale 1, so it would not train, or would act otherwise "
+        "once it is saved; call mmpreproj.enable(model) and mmpreproj.set_scale(model, 1.0) first"
+    )
 
 
 def parameter_groups(transformer: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -56,25 +75,43 @@ def parameter_groups(transformer: nn.Module, config: OptimizerConfig) -> list[di
     ]
 
 
-def check_optimizer(config: OptimizerConfig) -> None:
-    """Refuse the name of an optimiser that there is not.
+def check_optimizer(config: OptimizerConfig, *, device: torch.device | str = "cpu") -> None:
+    """Refuse an optimiser that there is not, or that cannot take a step here.
+
+    Some of timm's need a GPU, another package, or a closure that a plain training loop does not give.
 
     Raises:
-        ConfigError: if timm knows no optimiser of that name.
+        ConfigError: naming those that are nearest, or what went wrong.
     """
+    _check_name(config)
+    weight = nn.Parameter(torch.ones(8, 8, device=device))
+    try:
+        optimizer = _from_factory([{"params": [weight], "lr": config.learning_rate, "weight_decay": 0.0}], config)
+        weight.square().sum().backward()
+        optimizer.step()
+    except Exception as error:  # whatever an optional package has to say
+        raise ConfigError(
+            f"optimizer.name: {config.name!r} cannot be used here ({error or type(error).__name__}); adamw can"
+        ) from error
+
+
+def make_optimizer(transformer: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Build the optimiser from timm's factory; see `check_optimizer` for what cannot be."""
+    _check_name(config)
+    return _from_factory(parameter_groups(transformer, config), config)
+
+
+def _check_name(config: OptimizerConfig) -> None:
     known = [str(name) for name in list_optimizers()]
     if config.name not in known:
         nearest = get_close_matches(config.name, known, n=3) or known[:8]
         raise ConfigError(f"optimizer.name: timm has no optimiser {config.name!r}; it has {', '.join(nearest)}, …")
 
 
-def make_optimizer(transformer: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimiser from timm's factory; see `check_optimizer` for errors."""
-    check_optimizer(config)
+def _from_factory(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"betas": config.betas} if "adam" in config.name else {}
     if config.name in ("adam", "adamw"):
         settings["fused"] = True  # one pass over the weights, on CPUs too
-    groups = parameter_groups(transformer, config)
     return create_optimizer_v2(groups, opt=config.name, lr=config.learning_rate, weight_decay=0.0, **settings)
 
 

@@ -43,11 +43,13 @@ def test_a_card_says_what_the_adapter_is_and_shows_its_profile(transformer, shak
     assert count(tmp_path / "profile.png", BAR) > 1000
 
 
-def test_a_base_that_is_a_folder_is_no_hub_id(transformer, tmp_path):
+@pytest.mark.parametrize("source", ["{folder}", "./base", "../base", "a/b/c"])
+def test_a_base_that_is_a_folder_is_no_hub_id(transformer, tmp_path, source):
+    source = source.format(folder=tmp_path)
     mmpreproj.patch(transformer)
-    mmpreproj.save(transformer, tmp_path, base_model=str(tmp_path))
+    mmpreproj.save(transformer, tmp_path, base_model=source)
     assert ModelCard.load(tmp_path / "README.md").data.base_model is None
-    assert str(tmp_path) not in (tmp_path / "README.md").read_text()
+    assert source not in (tmp_path / "README.md").read_text()
 
 
 def test_a_readme_of_ones_own_is_left_alone_and_ours_is_written_anew(transformer, shake, tmp_path):

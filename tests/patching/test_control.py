@@ -584,3 +584,59 @@ def test_each_adapter_is_saved_apart(make_transformer, style, pair, predict, tmp
     mmpreproj.load(other, tmp_path)
     mmpreproj.unpatch(pair, "b" if name == "a" else "a")
     assert torch.equal(predict(other), predict(pair))
+
+
+def test_a_scale_may_change_between_forward_and_backward(make_transformer, make_inputs, shake):
+    """A teacher's pass without the adapter between a student's forward and backward."""
+    gradients = []
+    for change in (False, True):
+        model = make_transformer()
+        mmpreproj.patch(model)
+        shake(model)
+        mmpreproj.set_scale(model, 0.7)
+        loss = model(**make_inputs()).sample.square().mean()
+        if change:
+            mmpreproj.set_scale(model, 0.0)
+        loss.backward()
+        gradients.append([parameter.grad for parameter in mmpreproj.parameters(model)])
+    assert all(torch.equal(first, second) for first, second in zip(*gradients, strict=True))
+
+
+def test_disabled_blocks_may_overlap(transformer, predict, shake):
+    base = predict(transformer)
+    mmpreproj.patch(transformer)
+    shake(transformer)
+    patched = predict(transformer)
+    first, second = mmpreproj.disabled(transformer), mmpreproj.disabled(transformer)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.equal(predict(transformer), base)
+    second.__exit__(None, None, None)
+    assert torch.equal(predict(transformer), patched)
+
+
+def test_an_adapter_swapped_for_another_shape_while_disabled_takes_part_afterwards(make_transformer, shake, tmp_path):
+    model, other = make_transformer(), make_transformer()
+    mmpreproj.patch(model)
+    mmpreproj.patch(other, PreProjConfig(expansion=0.5))
+    shake(other)
+    mmpreproj.save(other, tmp_path)
+    with mmpreproj.disabled(model):
+        mmpreproj.load(model, tmp_path, replace=True)
+        assert not mmpreproj.is_enabled(model)
+    assert mmpreproj.is_enabled(model)
+
+
+def test_what_was_patched_in_inference_mode_can_be_changed_and_trained_outside(make_transformer, make_inputs):
+    model = make_transformer()
+    with torch.inference_mode():
+        mmpreproj.patch(model)
+        mmpreproj.set_scale(model, 0.5)
+    mmpreproj.set_scale(model, 0.25)
+    model(**make_inputs()).sample.square().mean().backward()
+    assert all(parameter.grad is not None for parameter in mmpreproj.parameters(model))
+    with torch.inference_mode():
+        model.to(torch.bfloat16)
+    mmpreproj.set_scale(model, 0.75)
+    assert {float(module.value) for module in model.modules() if type(module).__name__ == "Scale"} == {0.75}

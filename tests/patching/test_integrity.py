@@ -189,3 +189,14 @@ def test_a_name_that_was_never_there_cannot_be_taken_off(make_transformer, patch
     replace_all(patched)
     with pytest.raises(ValueError, match="is not patched"):
         mmpreproj.unpatch(patched, "other")
+
+
+def test_a_model_inside_another_module_is_checked_and_forgotten_with_it(patched):
+    outer = nn.Module()
+    outer.transformer = patched
+    mmpreproj.check_intact(outer)
+    patched.transformer_blocks[0].attn._forward_hooks.clear()
+    with pytest.raises(ValueError, match=r"has lost the adapter .style. at transformer_blocks\.0\.attn"):
+        mmpreproj.check_intact(outer)
+    mmpreproj.unpatch(outer)
+    mmpreproj.check_intact(patched)

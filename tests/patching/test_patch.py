@@ -589,3 +589,59 @@ def test_a_row_that_names_an_argument_which_is_not_there_is_refused(transformer)
     wrong = replace(row, sites=(AttentionSite("attn", (stream,)),))
     with pytest.raises(ValueError, match=r"takes no argument 'hidden_statez' .* its forward takes hidden_states"):
         mmpreproj.patch(transformer, family=wrong)
+
+
+def test_a_config_that_is_none_of_ours_is_refused(transformer):
+    for config in ("style", {"expansion": 2}):
+        with pytest.raises(TypeError, match="config must be a PreProjConfig; got .* A name is given as name="):
+            mmpreproj.patch(transformer, config)
+    assert not mmpreproj.is_patched(transformer)
+
+
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_full_backward_hooks_on_the_attention_leave_the_adapter_alone(make_transformer, shake, by_keyword: bool):
+    """Torch rebuilds the arguments for such hooks, by their own class where it is not `tuple`."""
+    model = make_transformer()
+    mmpreproj.patch(model)
+    shake(model)
+    attention = model.transformer_blocks[0].attn
+    streams = {"hidden_states": torch.randn(1, 4, 32), "encoder_hidden_states": torch.randn(1, 3, 32)}
+
+    def call() -> torch.Tensor:
+        return (attention(**streams) if by_keyword else attention(*streams.values()))[0]
+
+    expected = call()
+    attention.register_full_backward_hook(lambda *_: None)
+    assert torch.equal(call(), expected)
+
+
+@pytest.mark.parametrize("rebuild", [tuple, list, lambda args: type(args)(args)])
+def test_a_hook_that_rebuilds_the_positional_arguments_does_not_lose_the_skip(transformer, predict, shake, rebuild):
+    mmpreproj.patch(transformer)
+    shake(transformer)
+    expected = predict(transformer)
+    attention = transformer.transformer_blocks[0].attn
+    attention.register_forward_pre_hook(lambda module, args, kwargs: (tuple(rebuild(args)), kwargs), with_kwargs=True)
+    assert torch.equal(predict(transformer), expected)
+
+
+def test_a_hook_that_replaces_all_arguments_is_refused(transformer, predict):
+    mmpreproj.patch(transformer)
+    attention = transformer.transformer_blocks[0].attn
+    attention.register_forward_pre_hook(lambda module, args, kwargs: (tuple(args), {**kwargs}), with_kwargs=True)
+    with pytest.raises(RuntimeError, match=r"another forward pre-hook .* register that hook with prepend=True"):
+        predict(transformer)
+
+
+def test_weights_may_be_assigned_to_a_patched_model_on_meta(make_transformer, predict, shake):
+    model = make_transformer()
+    mmpreproj.patch(model)
+    shake(model)
+    mmpreproj.set_scale(model, 0.5)
+    with torch.device("meta"):
+        empty = make_transformer()
+    mmpreproj.patch(empty)
+    mmpreproj.set_scale(empty, 0.5)
+    empty.load_state_dict(model.state_dict(), assign=True)
+    empty.pos_embed.pos_embed = model.pos_embed.pos_embed
+    assert torch.equal(predict(empty), predict(model))

@@ -481,3 +481,24 @@ def test_the_base_is_named_by_its_pipeline_and_not_by_the_folder_inside_it(trans
     mmpreproj.patch(transformer)
     mmpreproj.save(transformer, tmp_path)
     assert json.loads((tmp_path / CONFIG).read_text())["base"]["name_or_path"] == "some/model"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_weights_of_a_dtype_that_no_adapter_has_are_refused(saved, refuses, dtype):
+    last = sorted(load_file(saved / WEIGHTS))[-1]
+    edit_weights(saved, lambda weights: weights.update({last: weights[last].to(dtype)}))
+    refuses(saved, ValueError, rf"{WEIGHTS}: {last} is of {dtype}; an adapter's weights are float32, bfloat16")
+
+
+def test_files_follow_the_umask(transformer, tmp_path):
+    mmpreproj.patch(transformer)
+    before = os.umask(0o077)
+    try:
+        mmpreproj.save(transformer, tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_an_empty_source_is_no_folder(refuses):
+    refuses("", FileNotFoundError, "the source of an adapter is an empty string")

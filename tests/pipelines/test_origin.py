@@ -34,8 +34,8 @@ def base(make_pixel_pipeline):
 
 def refused(folder):
     words = (
-        f"was loaded with the adapter in {folder / 'preproj'}, but its transformer has been exchanged for another "
-        "SD3Transformer2DModel, which carries none. Put it on with mmpreproj.load(pipe.transformer, "
+        f"was loaded with the adapter in {folder / 'preproj'}, but the SD3Transformer2DModel that is its transformer "
+        "now was put in afterwards and carries none. Put it on with mmpreproj.load(pipe.transformer, "
         f"{str(folder / 'preproj')!r})"
     )
     return pytest.raises(ValueError, match=re.escape(words) + r".*PreProjSD3Pipeline\(\*\*pipe\.components\)")
@@ -160,3 +160,22 @@ def test_from_pipe_goes_on_working_both_ways(loaded, draw, unpatched):
     assert back.transformer is stock.transformer is loaded.transformer
     for pipe in (back, PreProjSD3Pipeline.from_pipe(loaded)):
         assert np.array_equal(draw(pipe), expected)
+
+
+def test_a_pipeline_loaded_without_its_transformer_encodes_saves_and_remembers_the_adapter(
+    folder, base, draw, tmp_path
+):
+    pipe = PreProjSD3Pipeline.from_pretrained(folder, transformer=None)
+    whole = PreProjSD3Pipeline.from_pretrained(folder)
+    with torch.no_grad():
+        for found, expected in zip(
+            pipe.encode_prompt("x", None, None), whole.encode_prompt("x", None, None), strict=True
+        ):
+            assert torch.equal(found, expected)
+    pipe.save_pretrained(tmp_path / "encoders")
+    assert not (tmp_path / "encoders" / "preproj").exists()
+    pipe.transformer = base
+    with refused(folder):
+        draw(pipe, height=8, width=8)
+    mmpreproj.load(pipe.transformer, folder / "preproj")
+    draw(pipe, height=8, width=8)

@@ -19,6 +19,7 @@ from mmpreproj.training.checkpoints import checkpoints
 from mmpreproj.training.config import ConfigError
 from mmpreproj.training.config_file import read_config
 from mmpreproj.training.loop import TrainingDivergedError
+from mmpreproj.training.optimisation import select_trainable
 
 
 def predict(transformer):
@@ -214,7 +215,7 @@ def test_results_are_not_overwritten_unless_asked_for(run, make_config):
     config = make_config(steps=2)
     run(config)
     before = tree(config.output)
-    with pytest.raises(ConfigError, match=r"output: .*run holds the results of an earlier run; .*--overwrite"):
+    with pytest.raises(ConfigError, match=r"output: .*run holds the results of an earlier run, .*--overwrite"):
         run(config)
     assert tree(config.output) == before
     run(make_config(steps=1), overwrite=True)
@@ -354,7 +355,7 @@ def test_a_model_with_several_adapters_is_refused_with_their_names(run, make_con
 
 def test_an_adapter_that_is_switched_off_is_refused(run, make_config, make_several):
     folder = make_several(("style",), switched_off=("style",))
-    with pytest.raises(ConfigError, match=r"'style' of the model in .* is switched off, .*mmpreproj\.enable"):
+    with pytest.raises(ConfigError, match=r"of the model in .* 'style' is switched off .*mmpreproj\.enable"):
         run(make_config(model=str(folder)))
 
 
@@ -363,3 +364,45 @@ def test_a_named_adapter_is_trained_on_and_keeps_name_and_scale(run, make_config
     fresh = PreProjSD3Pipeline.from_pretrained(done.saved).transformer
     assert mmpreproj.scales(fresh) == {"style": {0: 0.5, 1: 0.5}}
     assert torch.equal(predict(fresh), predict(done.pipeline.transformer))
+
+
+@pytest.mark.parametrize("name", ["adahessian", "no_such"])
+def test_an_optimiser_that_cannot_work_costs_nothing_of_an_earlier_run(run, make_config, name):
+    config = make_config(steps=1)
+    run(config)
+    before = sorted(path.name for path in config.output.iterdir())
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.name: .*adahessian.* cannot be used here|timm has no optimiser"
+    ):
+        run(make_config(steps=1, optimizer={"name": name}), overwrite=True)
+    assert sorted(path.name for path in config.output.iterdir()) == before
+
+
+@pytest.mark.parametrize("mode", ["probe", "full"])
+def test_an_adapter_at_scale_zero_is_refused(make_transformer, mode):
+    model = make_transformer()
+    mmpreproj.patch(model)
+    mmpreproj.set_scale(model, {0: 0.0})
+    with pytest.raises(ValueError, match=r"'default' is switched off or not at scale 1.*set_scale\(model, 1\.0\)"):
+        select_trainable(model, mode)
+    mmpreproj.set_scale(model, 1.0)
+    select_trainable(model, mode)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "report.md", "metrics.jsonl"])
+def test_files_of_ones_own_are_not_replaced_unless_asked_for(run, make_config, name):
+    config = make_config(steps=1)
+    config.output.mkdir(parents=True)
+    (config.output / name).write_text("mine")
+    with pytest.raises(ConfigError, match=rf"output: .*what looks like it \({name}\); .*--overwrite"):
+        run(config)
+    assert (config.output / name).read_text() == "mine"
+
+
+def test_a_folder_called_model_that_no_run_wrote_is_never_removed(run, make_config):
+    config = make_config(steps=1)
+    (config.output / "model").mkdir(parents=True)
+    (config.output / "model" / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"output: .*model was not written by a run"):
+        run(config, overwrite=True)
+    assert (config.output / "model" / "thesis.txt").read_text() == "mine"
