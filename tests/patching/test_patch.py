@@ -593,7 +593,7 @@ def test_a_row_that_names_an_argument_which_is_not_there_is_refused(transformer)
 
 def test_a_config_that_is_none_of_ours_is_refused(transformer):
     for config in ("style", {"expansion": 2}):
-        with pytest.raises(TypeError, match="config must be a PreProjConfig; got .* A name is given as name="):
+        with pytest.raises(TypeError, match=r"config must be a PreProjConfig; got .* A name is given as name="):
             mmpreproj.patch(transformer, config)
     assert not mmpreproj.is_patched(transformer)
 
