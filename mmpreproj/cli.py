@@ -92,7 +92,7 @@ def quickstart(
     output: Annotated[Path | None, typer.Option(help="Folder for the results.  [default: runs/quickstart]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results of an earlier run.")] = False,
 ) -> None:
-    """Train a small model on 1,600 captioned drawings and generate a picture grid, in 12 minutes on two CPU cores.
+    """Train a small model on 1,600 captioned drawings and generate a picture grid, in ten minutes on two CPU cores.
 
     Writes the model, `grid.png`, `loss.png`, `profile.png`, `metrics.jsonl` and `report.md`. Needs the `demo` extra,
     and no network.

@@ -235,6 +235,11 @@ def _pipeline_of(source: str | None) -> str | None:
 def _check_savable(key: str, parameter: Tensor) -> None:
     if parameter.is_meta:
         raise ValueError(f"{key} is on the meta device and has no values to save; load the model's weights first")
+    if parameter.numel() == 0:
+        raise ValueError(
+            f"{key} is empty, as DeepSpeed's ZeRO-3 leaves weights between uses; call save inside "
+            "deepspeed.zero.GatheredParameters(list(mmpreproj.parameters(model))) in every process"
+        )
     if not torch.isfinite(parameter).all():
         raise ValueError(f"{key} holds NaN or infinite values; nothing was saved")
 

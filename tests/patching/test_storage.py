@@ -502,3 +502,12 @@ def test_files_follow_the_umask(transformer, tmp_path):
 
 def test_an_empty_source_is_no_folder(refuses):
     refuses("", FileNotFoundError, "the source of an adapter is an empty string")
+
+
+def test_weights_that_are_partitioned_away_are_not_saved_as_empty_ones(transformer, tmp_path):
+    """DeepSpeed's ZeRO-3 leaves a parameter with no elements outside of its module's forward."""
+    mmpreproj.patch(transformer)
+    next(mmpreproj.parameters(transformer)).data = torch.empty(0)
+    with pytest.raises(ValueError, match=r"is empty, as DeepSpeed's ZeRO-3 leaves .*GatheredParameters"):
+        mmpreproj.save(transformer, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()

@@ -1,5 +1,6 @@
 """The quickstart: once as a whole with a very small model, and, marked slow, as it is shipped."""
 
+import os
 import re
 from pathlib import Path
 
@@ -84,7 +85,12 @@ def test_its_prompts_that_are_names_of_drawings_are_trained_on():
 
 @pytest.mark.slow
 def test_the_quickstart_as_shipped_reaches_the_loss_it_promises(tmp_path):
-    report = run_quickstart(quickstart_config([f"output={tmp_path / 'run'}"]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        report = run_quickstart(quickstart_config([f"output={tmp_path / 'run'}"]))
+    finally:
+        torch.set_num_threads(threads)
     held_out = float(re.search(r"never trained on \| \*\*([\d.]+)\*\*", report.read_text(encoding="utf-8"))[1])
     assert held_out <= 0.25
     for link in links(report):
