@@ -150,9 +150,22 @@ def _parse_config(text: str, path: Path) -> SavedAdapter:
     try:
         base, config = BaseModel(**values["base"]), PreProjConfig.from_dict(values["config"])
         norms = {path: {part: dict(site[part]) for part in PARTS} for path, site in values["initial_norms"].items()}
+        _check_types(base, norms)
         return SavedAdapter(base, config, norms, values["library_version"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is incomplete or has a bad value: {error}") from error
+
+
+def _check_types(base: BaseModel, norms: dict[str, Any]) -> None:
+    for name in ("width", "depth", "heads"):
+        if type(getattr(base, name)) is not int:
+            raise TypeError(f"base.{name} must be a whole number; got {getattr(base, name)!r}")
+    if not isinstance(base.settings, (dict, type(None))):
+        raise TypeError(f"base.settings must be a mapping; got {base.settings!r}")
+    for path, site in norms.items():
+        for norm in (norm for part in site.values() for norm in part.values()):
+            if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float))):
+                raise TypeError(f"initial_norms of {path} must be numbers; got {norm!r}")
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -338,6 +338,12 @@ def test_a_newer_format_is_refused(saved, refuses):
         (lambda values: values["base"].pop("width"), "width"),
         (lambda values: values["base"].update(colour="red"), "colour"),
         (lambda values: values.update(base=None), ""),
+        (lambda values: values["base"].update(width="32"), "base.width must be a whole number; got '32'"),
+        (lambda values: values["base"].update(settings="abc"), "base.settings must be a mapping; got 'abc'"),
+        (
+            lambda values: values["initial_norms"]["transformer_blocks.0.attn"]["skip"].update(shared="x"),
+            "initial_norms of transformer_blocks.0.attn must be numbers; got 'x'",
+        ),
         (lambda values: values.update(config=None), ""),
         (lambda values: values["config"].update(expansion="1.25"), "expansion must be a number above 0; got '1.25'"),
         (lambda values: values["config"].update(expantion=1.25), "did you mean 'expansion'"),
