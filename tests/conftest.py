@@ -1,6 +1,9 @@
 """Small real models and inputs that every test may use; nothing here needs a network."""
 
+import copy
+import io
 import os
+import pickle
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before everything else
 
@@ -18,6 +21,17 @@ import mmpreproj
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 STYLES = ("sd3", "sd35")
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +129,12 @@ def shake() -> Callable[..., None]:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
     return randomise
+
+
+@pytest.fixture(params=[copy.deepcopy, through_pickle, through_torch_save], ids=["deepcopy", "pickle", "torch.save"])
+def duplicate(request: pytest.FixtureRequest) -> Callable[[nn.Module], nn.Module]:
+    """Copy a model whole, in each way there is."""
+    return request.param
 
 
 class Snapshot:

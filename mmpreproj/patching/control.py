@@ -87,9 +87,7 @@ def is_enabled(model: nn.Module, name: str | None = None) -> bool:
     """Tell whether an adapter, any there is for None, takes part: it is switched on, and in no `disabled` block."""
     model = unwrap(model)
     return any(
-        adapter.enabled and not adapter.suspended
-        for found in resolve_names(model, name)
-        for _, adapter in named_adapters(model, found)
+        adapter.takes_part for found in resolve_names(model, name) for _, adapter in named_adapters(model, found)
     )
 
 

@@ -82,6 +82,11 @@ class AttentionAdapter(nn.Module):
             skip = self.scale(self.content_skip[key](features))  # [B, N, D]
         return increment, skip
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether the adapter is switched on, and in no `disabled` block."""
+        return self.enabled and not self.suspended
+
     def projects(self, stream: str) -> bool:
         """Tell whether a stream is pre-projected."""
         return self.keys[stream] in self.pre_projection
@@ -106,7 +111,7 @@ class PreProjLayer(nn.Module):
     def active(self) -> Iterator[AttentionAdapter]:
         """Iterate over the adapters that take part in the forward pass."""
         for adapter in self.adapters.values():
-            if adapter.enabled and not adapter.suspended:
+            if adapter.takes_part:
                 yield cast(AttentionAdapter, adapter)
 
     def forward(self, hidden_states: Tensor, stream: str) -> tuple[Tensor, Tensor | None]:

@@ -149,18 +149,6 @@ def install(model: nn.Module, built: BuiltAdapter, *, name: str) -> None:
     _tell_machinery(model)
 
 
-def check_name(name: str) -> None:
-    """Refuse a name that no adapter can have.
-
-    Raises:
-        ValueError: naming the way out.
-    """
-    if not isinstance(name, str) or not name or "." in name:
-        raise ValueError(f"name must be a non-empty string without dots; got {name!r}")
-    if hasattr(nn.ModuleDict, name) or hasattr(nn.ModuleDict(), name):
-        raise ValueError(f"name must not be an attribute of torch modules, such as {name!r}; choose another")
-
-
 def check_not_distributed(model: nn.Module) -> None:
     """Refuse a model inside `DistributedDataParallel`, which synchronises the parameters it found when it was made.
 
@@ -180,7 +168,10 @@ def check_new_name(model: nn.Module, name: str) -> None:
     Raises:
         ValueError: naming the way out.
     """
-    check_name(name)
+    if not isinstance(name, str) or not name or "." in name:
+        raise ValueError(f"name must be a non-empty string without dots; got {name!r}")
+    if hasattr(nn.ModuleDict, name) or hasattr(nn.ModuleDict(), name):
+        raise ValueError(f"name must not be an attribute of torch modules, such as {name!r}; choose another")
     if name in adapters(model):
         raise ValueError(
             f"{type(model).__name__} is already patched under the name {name!r}; choose another name, call "

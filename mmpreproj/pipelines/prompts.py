@@ -75,9 +75,14 @@ def _encode_batch(
     embeds, pooled = encode_text(
         pipe.text_encoder, pipe.tokenizer, prompts, max_sequence_length=max_sequence_length, device=device
     )  # [B, L, D], [B, D]
-    if pipe.transformer is None:  # left out, to encode alone
-        return embeds.repeat_interleave(images_per_prompt, 0), pooled.repeat_interleave(images_per_prompt, 0)
-    width = embeds.shape[-1]
+    if pipe.transformer is not None:  # it may be left out, to encode alone
+        _check_width(pipe, embeds.shape[-1])
+        dtype = cast(torch.dtype, unwrap(pipe.transformer).dtype)  # the encoder may run in another precision
+        embeds, pooled = embeds.to(dtype), pooled.to(dtype)
+    return embeds.repeat_interleave(images_per_prompt, 0), pooled.repeat_interleave(images_per_prompt, 0)
+
+
+def _check_width(pipe: Any, width: int) -> None:
     for setting in ("joint_attention_dim", "pooled_projection_dim"):
         expected = pipe.transformer.config[setting]
         if width != expected:
@@ -85,9 +90,6 @@ def _encode_batch(
                 f"{type(unwrap(pipe.text_encoder)).__name__} gives embeddings of width {width}, but the "
                 f"transformer's {setting} is {expected}; use the text encoder that it was trained with"
             )
-    dtype = cast(torch.dtype, unwrap(pipe.transformer).dtype)  # the encoder may run in another precision
-    embeds, pooled = embeds.to(dtype), pooled.to(dtype)
-    return embeds.repeat_interleave(images_per_prompt, 0), pooled.repeat_interleave(images_per_prompt, 0)
 
 
 def _check_generic_encoder(pipe: Any, given: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -254,17 +255,15 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         folder = Path(save_directory)
         if folder.is_file():
             raise ValueError(f"save_directory must be a folder; {folder} is a file")
+        transformer = self.transformer  # None where it was left out
+        if transformer is not None:
+            self._check_adapter()
         # The adapters go first: the parent's last act is the upload, which must find the folder complete.
-        if self.transformer is None:
-            remove_adapters(folder / ADAPTER_FOLDER)
-            super().save_pretrained(os.fspath(save_directory), *args, **kwargs)
-            return
-        self._check_adapter()
-        if is_patched(self.transformer):
-            save_adapters(self.transformer, folder / ADAPTER_FOLDER)
+        if transformer is not None and is_patched(transformer):
+            save_adapters(transformer, folder / ADAPTER_FOLDER)
         else:
             remove_adapters(folder / ADAPTER_FOLDER)
-        with detached(self.transformer):
+        with nullcontext() if transformer is None else detached(transformer):
             super().save_pretrained(os.fspath(save_directory), *args, **kwargs)
 
     @classmethod

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from diffusers.training_utils import free_memory
@@ -22,24 +21,19 @@ from mmpreproj.data.folder import FolderSource
 from mmpreproj.data.openmoji import OpenMojiSource
 from mmpreproj.data.pictures import PictureSource, SkippedPicture
 from mmpreproj.patching.card import draw_profile
-from mmpreproj.patching.lifecycle import patch
-from mmpreproj.patching.lookup import adapters, is_patched
+from mmpreproj.patching.lookup import is_patched
 from mmpreproj.patching.profile import profile
-from mmpreproj.patching.report import report
-from mmpreproj.patching.storage import adapter_config, save
-from mmpreproj.pipelines.latents import largest_side
+from mmpreproj.patching.storage import save
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 from mmpreproj.recipes.figures import draw_loss_curves
-from mmpreproj.recipes.loading import open_pipeline
 from mmpreproj.recipes.output import check_inputs_survive, check_output, clear_output
+from mmpreproj.recipes.preparation import prepare_pipeline
 from mmpreproj.recipes.progress import Reporter
-from mmpreproj.recipes.scratch import build_pipeline
-from mmpreproj.training.config import ConfigError, DataConfig, ScratchModel, TrainConfig
+from mmpreproj.training.config import ConfigError, DataConfig, TrainConfig
 from mmpreproj.training.config_file import write_config
 from mmpreproj.training.loop import StepRecord, make_accelerator, train
-from mmpreproj.training.optimisation import check_optimizer, check_strength
+from mmpreproj.training.optimisation import check_optimizer
 
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ENCODERS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 
 
@@ -136,38 +130,6 @@ def open_source(data: DataConfig) -> PictureSource:
     return FolderSource(data.folder, caption_column=data.caption_column)
 
 
-def prepare_pipeline(config: TrainConfig, reporter: Reporter) -> PreProjSD3Pipeline:
-    """Load or build the pipeline and patch its transformer.
-
-    Raises:
-        ConfigError: if the picture size does not fit, or the model carries an adapter of another configuration.
-    """
-    if isinstance(config.model, ScratchModel):
-        pipeline = build_pipeline(config.model, resolution=config.data.resolution)
-    else:
-        dtype = DTYPES[config.precision] if config.mode == "probe" else torch.float32
-        pipeline = open_pipeline(config.model, dtype=dtype)
-    multiple = pipeline.vae_scale_factor * pipeline.transformer.config.patch_size
-    if config.data.resolution % multiple:
-        raise ConfigError(
-            f"data.resolution: {config.data.resolution} pixels cannot be cut into patches; this model takes multiples "
-            f"of {multiple}"
-        )
-    _check_positions(pipeline, config)
-    if config.adapter is None and is_patched(pipeline.transformer):
-        raise ConfigError(
-            f"adapter: null trains a stock model, but the model in {config.model} carries an adapter; give the "
-            "adapter's settings to train it on, or name the base without it"
-        )
-    if config.adapter is not None:
-        _check_strength(pipeline, config)
-        continued = _patch_or_continue(pipeline, config)
-        if continued:
-            reporter.say(f"training on the adapter that the model in {config.model} carries")
-        reporter.say(str(report(pipeline.transformer)).splitlines()[0])
-    return pipeline
-
-
 def write_results(run: TrainingRun) -> None:
     """Write the trained weights, the configuration and the figures."""
     config, transformer = run.config, run.pipeline.transformer
@@ -191,45 +153,6 @@ def _where(model: str) -> str:
 def _split(captions: Sequence[str], config: TrainConfig) -> tuple[list[int], list[int]]:
     data = config.data
     return split_held_out(captions, data.held_out, seed=config.seed, always_train=data.always_train)
-
-
-def _check_positions(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
-    largest = largest_side(pipeline.transformer, vae_scale_factor=pipeline.vae_scale_factor)
-    if config.data.resolution > largest:
-        raise ConfigError(
-            f"data.resolution: {config.data.resolution} pixels are more than this model has positions for; it takes "
-            f"{largest} at most"
-        )
-
-
-def _check_strength(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
-    if len(adapters(pipeline.transformer)) == 1:
-        try:
-            check_strength(pipeline.transformer, config.mode)
-        except ValueError as error:
-            raise ConfigError(f"adapter: of the model in {config.model}: {error}, and save the model") from error
-
-
-def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> bool:
-    """Patch the transformer, or keep the adapter it carries; tell whether it carried one."""
-    if not is_patched(pipeline.transformer):
-        patch(pipeline.transformer, config.adapter)
-        return False
-    names = adapters(pipeline.transformer)
-    if len(names) > 1:
-        raise ConfigError(
-            f"adapter: the model in {config.model} carries several, {', '.join(names)}, and a run trains one; load it "
-            "with PreProjSD3Pipeline, take the others off with mmpreproj.unpatch(pipe.transformer, name), save it to "
-            "another folder and name that, or name the base"
-        )
-    (name,) = names
-    found = adapter_config(pipeline.transformer, name)
-    if found != config.adapter:
-        raise ConfigError(
-            f"adapter: the model in {config.model} carries an adapter already, made with {found}; to train it on, "
-            "give the same settings, to start anew, name the base without it"
-        )
-    return True
 
 
 def _encode(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 
 import bitsandbytes as bnb
@@ -241,18 +239,6 @@ def test_a_model_made_on_meta_has_its_scale_once_it_has_memory(make_transformer,
     assert torch.equal(predict(empty), expected)
 
 
-def through_torch_save(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [through_torch_save, lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy],
-    ids=["torch.save", "pickle", "deepcopy"],
-)
 def test_a_copy_keeps_weights_scales_switches_and_its_own_life(transformer, predict, shake, duplicate):
     base = predict(transformer)
     patch(transformer, shake)

@@ -46,27 +46,38 @@ def version_in(make_transformer, versions, predict):
     return find
 
 
+@pytest.fixture
+def save_broken_off(monkeypatch):
+    """Save, with the disk full at the given move of a file to its place, counted from 1."""
+
+    def run(model: nn.Module, folder: Path, at: int) -> None:
+        moves, move = [], os.replace
+
+        def break_off(source: str, target: str) -> None:
+            moves.append(target)
+            if len(moves) == at:
+                raise OSError(28, "No space left on device")
+            move(source, target)
+
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+            patched.setattr(os, "replace", break_off)
+            mmpreproj.save(model, folder)
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("broken", "expected"),
     [(1, "old"), (2, "new"), (3, "new"), (4, "new")],
     ids=["weights", "config", "picture", "card"],
 )
 def test_a_save_that_breaks_off_leaves_the_old_adapter_or_the_new_one(
-    versions, version_in, tmp_path, monkeypatch, broken: int, expected: str
+    versions, version_in, save_broken_off, tmp_path, broken: int, expected: str
 ):
     mmpreproj.save(versions["old"], tmp_path)
     assert version_in(tmp_path) == "old"
-    names, moves, move = sorted(os.listdir(tmp_path)), [], os.replace
-
-    def break_off(source: str, target: str) -> None:
-        moves.append(target)
-        if len(moves) == broken:
-            raise OSError(28, "No space left on device")
-        move(source, target)
-
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
-        patched.setattr(os, "replace", break_off)
-        mmpreproj.save(versions["new"], tmp_path)
+    names = sorted(os.listdir(tmp_path))
+    save_broken_off(versions["new"], tmp_path, at=broken)
     assert version_in(tmp_path) == expected
     assert sorted(os.listdir(tmp_path)) == names
     mmpreproj.save(versions["new"], tmp_path)
@@ -75,19 +86,9 @@ def test_a_save_that_breaks_off_leaves_the_old_adapter_or_the_new_one(
 
 @pytest.mark.parametrize("broken", [1, 2])
 def test_a_first_save_that_breaks_off_leaves_nothing_or_the_adapter(
-    versions, version_in, tmp_path, monkeypatch, broken: int
+    versions, version_in, save_broken_off, tmp_path, broken: int
 ):
-    moves, move = [], os.replace
-
-    def break_off(source: str, target: str) -> None:
-        moves.append(target)
-        if len(moves) == broken:
-            raise OSError(28, "No space left on device")
-        move(source, target)
-
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
-        patched.setattr(os, "replace", break_off)
-        mmpreproj.save(versions["new"], tmp_path)
+    save_broken_off(versions["new"], tmp_path, at=broken)
     if broken == 1:
         with pytest.raises(FileNotFoundError, match=r"holds no adapter_config\.json"):
             version_in(tmp_path)

@@ -625,6 +625,15 @@ def test_a_hook_that_rebuilds_the_positional_arguments_does_not_lose_the_skip(tr
     assert torch.equal(predict(transformer), expected)
 
 
+def test_a_hook_that_rebuilds_the_keyword_arguments_does_not_lose_the_skip(transformer, predict, shake):
+    mmpreproj.patch(transformer)
+    shake(transformer)
+    expected = predict(transformer)
+    attention = transformer.transformer_blocks[0].attn
+    attention.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs}), with_kwargs=True)
+    assert torch.equal(predict(transformer), expected)
+
+
 def test_a_hook_that_replaces_all_arguments_is_refused(transformer, predict):
     mmpreproj.patch(transformer)
     attention = transformer.transformer_blocks[0].attn

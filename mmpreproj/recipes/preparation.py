@@ -1,0 +1,90 @@
+"""The pipeline that a run trains: loaded or made new, checked against the configuration, and patched."""
+
+from __future__ import annotations
+
+import torch
+
+from mmpreproj.patching.lifecycle import patch
+from mmpreproj.patching.lookup import adapters, is_patched
+from mmpreproj.patching.report import report
+from mmpreproj.patching.storage import adapter_config
+from mmpreproj.pipelines.latents import largest_side
+from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
+from mmpreproj.recipes.loading import open_pipeline
+from mmpreproj.recipes.progress import Reporter
+from mmpreproj.recipes.scratch import build_pipeline
+from mmpreproj.training.config import ConfigError, ScratchModel, TrainConfig
+from mmpreproj.training.optimisation import check_strength
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare_pipeline(config: TrainConfig, reporter: Reporter) -> PreProjSD3Pipeline:
+    """Load or build the pipeline and patch its transformer.
+
+    Raises:
+        ConfigError: if the picture size does not fit, or the model carries an adapter of another configuration.
+    """
+    if isinstance(config.model, ScratchModel):
+        pipeline = build_pipeline(config.model, resolution=config.data.resolution)
+    else:
+        dtype = DTYPES[config.precision] if config.mode == "probe" else torch.float32
+        pipeline = open_pipeline(config.model, dtype=dtype)
+    multiple = pipeline.vae_scale_factor * pipeline.transformer.config.patch_size
+    if config.data.resolution % multiple:
+        raise ConfigError(
+            f"data.resolution: {config.data.resolution} pixels cannot be cut into patches; this model takes multiples "
+            f"of {multiple}"
+        )
+    _check_positions(pipeline, config)
+    if config.adapter is None and is_patched(pipeline.transformer):
+        raise ConfigError(
+            f"adapter: null trains a stock model, but the model in {config.model} carries an adapter; give the "
+            "adapter's settings to train it on, or name the base without it"
+        )
+    if config.adapter is not None:
+        _check_strength(pipeline, config)
+        continued = _patch_or_continue(pipeline, config)
+        if continued:
+            reporter.say(f"training on the adapter that the model in {config.model} carries")
+        reporter.say(str(report(pipeline.transformer)).splitlines()[0])
+    return pipeline
+
+
+def _check_positions(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
+    largest = largest_side(pipeline.transformer, vae_scale_factor=pipeline.vae_scale_factor)
+    if config.data.resolution > largest:
+        raise ConfigError(
+            f"data.resolution: {config.data.resolution} pixels are more than this model has positions for; it takes "
+            f"{largest} at most"
+        )
+
+
+def _check_strength(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
+    if len(adapters(pipeline.transformer)) == 1:
+        try:
+            check_strength(pipeline.transformer, config.mode)
+        except ValueError as error:
+            raise ConfigError(f"adapter: of the model in {config.model}: {error}, and save the model") from error
+
+
+def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> bool:
+    """Patch the transformer, or keep the adapter it carries; tell whether it carried one."""
+    if not is_patched(pipeline.transformer):
+        patch(pipeline.transformer, config.adapter)
+        return False
+    names = adapters(pipeline.transformer)
+    if len(names) > 1:
+        raise ConfigError(
+            f"adapter: the model in {config.model} carries several, {', '.join(names)}, and a run trains one; load it "
+            "with PreProjSD3Pipeline, take the others off with mmpreproj.unpatch(pipe.transformer, name), save it to "
+            "another folder and name that, or name the base"
+        )
+    (name,) = names
+    found = adapter_config(pipeline.transformer, name)
+    if found != config.adapter:
+        raise ConfigError(
+            f"adapter: the model in {config.model} carries an adapter already, made with {found}; to train it on, "
+            "give the same settings, to start anew, name the base without it"
+        )
+    return True
