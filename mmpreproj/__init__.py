@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mmpreproj.patching.integrity import check_intact
     from mmpreproj.patching.lifecycle import patch, unpatch
     from mmpreproj.patching.lookup import adapters, is_patched, named_parameters, parameters
+    from mmpreproj.patching.positions import Positions
     from mmpreproj.patching.profile import Profile, profile
     from mmpreproj.patching.report import PatchReport
     from mmpreproj.patching.storage import load, push_to_hub, save
@@ -34,6 +35,7 @@ _HOMES = {
     "is_patched": "patching.lookup",
     "named_parameters": "patching.lookup",
     "parameters": "patching.lookup",
+    "Positions": "patching.positions",
     "Profile": "patching.profile",
     "profile": "patching.profile",
     "PatchReport": "patching.report",
@@ -44,6 +46,7 @@ _HOMES = {
 
 __all__ = [
     "PatchReport",
+    "Positions",
     "PreProjConfig",
     "Profile",
     "__version__",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Literal
+
+from mmpreproj.patching.checks import check_bool, check_choice, check_fields, positive_number
+from mmpreproj.patching.positions import Positions
 
 Blocks = Literal["all"] | Sequence[int] | Mapping[str, int]
 
@@ -27,6 +28,9 @@ class PreProjConfig:
         init: `"paper"`, small random `W_down` and `W_skip`; `"zero"`, both exactly zero, so the patched model is
             bit-identical to its base until trained.
         init_std: standard deviation of that small start; above 0.
+        positions: rotary positions at queries and keys; None leaves the base's as they are.
+        mask_padding: our pipeline and trainer keep attention from the padding of a text, which stock SD3 attends to.
+            Elsewhere give the mask yourself, `joint_attention_kwargs={"attention_mask": [B, L]}`, true at tokens.
 
     Raises:
         TypeError: if a field has the wrong type.
@@ -41,17 +45,24 @@ class PreProjConfig:
     dual_attention: bool = True
     init: Literal["paper", "zero"] = "paper"
     init_std: float = 1e-4
+    positions: Positions | None = None
+    mask_padding: bool = False
 
     def __post_init__(self) -> None:
         for name in ("expansion", "init_std"):
-            object.__setattr__(self, name, _positive_number(name, getattr(self, name)))
-        for name in ("pre_projection", "skip", "dual_attention"):
-            _check_bool(name, getattr(self, name))
-        _check_choice("share", self.share, ("block", "stream"))
-        _check_choice("init", self.init, ("paper", "zero"))
+            object.__setattr__(self, name, positive_number(name, getattr(self, name)))
+        for name in ("pre_projection", "skip", "dual_attention", "mask_padding"):
+            check_bool(name, getattr(self, name))
+        check_choice("share", self.share, ("block", "stream"))
+        check_choice("init", self.init, ("paper", "zero"))
         object.__setattr__(self, "blocks", _canonical_blocks(self.blocks))
-        if not (self.pre_projection or self.skip):
-            raise ValueError("pre_projection and skip are both False, so nothing would be added; set one to True")
+        if self.positions is not None and not isinstance(self.positions, Positions):
+            raise TypeError(f"positions must be a Positions or None; got {self.positions!r}")
+        if not (self.pre_projection or self.skip or self.needs_processor):
+            raise ValueError(
+                "pre_projection and skip are both False, and there are no positions and no mask_padding, so nothing "
+                "would be added; set one of them"
+            )
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -60,6 +71,11 @@ class PreProjConfig:
     def start_std(self) -> float:
         """Standard deviation of `W_down` and `W_skip` at the start: 0 with `init="zero"`."""
         return 0.0 if self.init == "zero" else self.init_std
+
+    @property
+    def needs_processor(self) -> bool:
+        """Whether attention must be computed by `mmpreproj.patching.processor`."""
+        return self.positions is not None or self.mask_padding
 
     def block_indices(self, depth: int) -> tuple[int, ...]:
         """List the blocks to patch in a model of `depth` blocks, in ascending order.
@@ -97,36 +113,16 @@ class PreProjConfig:
             ValueError: on a key that is not a field (names the nearest one), or a bad value.
             TypeError: on a value of the wrong type.
         """
-        known = [field.name for field in fields(cls)]
-        for key in values:
-            if key not in known:
-                nearest = get_close_matches(str(key), known, n=1)
-                hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
-                raise ValueError(f"PreProjConfig has no field {key!r}{hint} Fields: {', '.join(known)}")
+        check_fields("PreProjConfig", values, [field.name for field in fields(cls)])
+        positions = values.get("positions")
+        if positions is not None and not isinstance(positions, Positions):
+            values = {**values, "positions": Positions.from_dict(positions)}
         return cls(**values)
 
     @classmethod
     def from_json(cls, text: str) -> PreProjConfig:
         """Build a config from JSON text; see `from_dict`."""
         return cls.from_dict(json.loads(text))
-
-
-def _positive_number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number above 0; got {value!r} ({type(value).__name__})")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a finite number above 0; got {value!r}")
-    return float(value)
-
-
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False; got {value!r} ({type(value).__name__})")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
 def _canonical_blocks(value: Any) -> Any:

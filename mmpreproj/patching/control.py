@@ -21,6 +21,7 @@ from mmpreproj.patching.lookup import (
     unwrap,
 )
 from mmpreproj.patching.offloading import check_values_present
+from mmpreproj.patching.positioning import follow_attentions
 
 BlockScales = float | Sequence[float] | Mapping[int, float]
 TAKES = "a number, a list with one number for each block of the model, or {block: number}"
@@ -31,8 +32,9 @@ def set_scale(model: nn.Module, scale: BlockScales | Mapping[str, BlockScales]) 
     """Set how strongly adapters act: 1 as trained, 0 not at all (the base, bit for bit).
 
     With several adapters `i` of scale `sᵢ` and increment `Δᵢ`: `x_tilde = x_hat + Σ sᵢ Δᵢ(x_hat)`, and what goes
-    around attention is `Σ sᵢ Wᵢ (x_hat + Δᵢ(x_hat))`. A compiled model is not compiled again. Scales are settings of
-    the model; `save` does not write them.
+    around attention is `Σ sᵢ Wᵢ (x_hat + Δᵢ(x_hat))`. Rotary angles are scaled and summed too; of absolute positions
+    that an adapter removes, `1 - s` is left, s the mean of its blocks. A compiled model is not compiled again. Scales
+    are settings of the model; `save` does not write them.
 
     Args:
         model: a patched model.
@@ -51,6 +53,8 @@ def set_scale(model: nn.Module, scale: BlockScales | Mapping[str, BlockScales]) 
     changes = [change for name, value in wanted.items() for change in _changes(model, name, value)]
     for adapter, factor in changes:
         adapter.scale.set(factor)
+    for name in wanted:
+        follow_attentions(model, name)
 
 
 def scales(model: nn.Module) -> dict[str, dict[int, float]]:
@@ -126,6 +130,7 @@ def _suspend(model: nn.Module, names: tuple[str, ...], *, by: int) -> None:
     for name in names:
         for _, adapter in named_adapters(model, name):
             adapter.suspended = max(0, adapter.suspended + by)
+        follow_attentions(model, name)
 
 
 def _switch(model: nn.Module, name: str | None, *, on: bool) -> None:
@@ -133,6 +138,7 @@ def _switch(model: nn.Module, name: str | None, *, on: bool) -> None:
     for found in resolve_names(model, name):
         for _, adapter in named_adapters(model, found):
             adapter.enabled = on
+        follow_attentions(model, found)
 
 
 def _changes(model: nn.Module, name: str, scale: Any) -> list[tuple[AttentionAdapter, float]]:

@@ -12,6 +12,7 @@ from mmpreproj.patching.hooks import CHILD
 from mmpreproj.patching.layer import AttentionAdapter
 from mmpreproj.patching.lifecycle import BuiltAdapter, install, unpatch
 from mmpreproj.patching.lookup import block_of, named_adapters, parameters
+from mmpreproj.patching.positioning import follow_attentions
 
 
 def fill(built: BuiltAdapter, saved: SavedAdapter, weights: dict[str, Tensor], folder: Path) -> None:
@@ -82,7 +83,7 @@ def copy_in_place(model: nn.Module, built: BuiltAdapter, weights: dict[str, Tens
 def _alike(old: AttentionAdapter, new: AttentionAdapter) -> bool:
     def shape(adapter: AttentionAdapter) -> tuple:
         sizes = tuple((key, parameter.shape, parameter.is_meta) for key, parameter in adapter.named_parameters())
-        return sizes, adapter.skipped, adapter.keys
+        return sizes, adapter.skipped, adapter.keys, adapter.config.positions, adapter.config.mask_padding
 
     return shape(old) == shape(new)
 
@@ -99,3 +100,4 @@ def replace_modules(model: nn.Module, built: BuiltAdapter, *, name: str) -> None
         adapter.requires_grad_(trained)
     unpatch(model, name)
     install(model, built, name=name)
+    follow_attentions(model, name)

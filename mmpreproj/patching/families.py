@@ -44,6 +44,37 @@ class AttentionSite:
 
 
 @dataclass(frozen=True)
+class Argument:
+    """An argument of a model's `forward`: its keyword, and its place in a positional call."""
+
+    name: str
+    place: int
+
+
+@dataclass(frozen=True)
+class PositionSeam:
+    """Where the positions of a model can be set: what its `forward` is given, and what adds absolute ones.
+
+    Attributes:
+        latents: the argument that brings `[B, C, H, W]`.
+        text: the argument that brings the text `[B, L, D]`.
+        attention_kwargs: the argument whose entries every joint attention is called with.
+        patch_embedding: child that cuts latents into patches and adds the sin-cos table, a diffusers `PatchEmbed`.
+        patch_size: name in the model's config of the side of a patch, in latent cells.
+        sample_size: name in the model's config of the side of the pictures it was made for, in latent cells.
+        processor: class name of the attention processor that ours stands in for.
+    """
+
+    latents: Argument
+    text: Argument
+    attention_kwargs: Argument
+    patch_embedding: str
+    patch_size: str
+    sample_size: str
+    processor: str
+
+
+@dataclass(frozen=True)
 class Family:
     """One row of the table.
 
@@ -57,6 +88,7 @@ class Family:
         gate: what multiplies the attention output, and so the skip, before the residual sum.
         positions: how the stock model encodes position.
         settings: names in the model's config that, besides width, depth and heads, set one base apart from another.
+        seam: where positions can be set; None where they cannot be.
     """
 
     model_class: str
@@ -68,6 +100,7 @@ class Family:
     gate: str
     positions: str
     settings: tuple[str, ...] = ()
+    seam: PositionSeam | None = None
 
 
 _IMAGE = Stream("image", argument="hidden_states", position=0, output=0)
@@ -87,6 +120,15 @@ FAMILIES: tuple[Family, ...] = (
         gate="gate_msa per stream, gate_msa2 for attn2",
         positions="absolute sin-cos in the patch embedding",
         settings=("qk_norm", "dual_attention_layers"),
+        seam=PositionSeam(
+            latents=Argument("hidden_states", 0),
+            text=Argument("encoder_hidden_states", 1),
+            attention_kwargs=Argument("joint_attention_kwargs", 5),
+            patch_embedding="pos_embed",
+            patch_size="patch_size",
+            sample_size="sample_size",
+            processor="JointAttnProcessor2_0",
+        ),
     ),
 )
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mmpreproj.patching.families import Stream
 from mmpreproj.patching.layer import PreProjLayer
+from mmpreproj.patching.processor import is_ours
 
 CHILD = "preproj"
 
@@ -87,8 +88,8 @@ def attach(attention: nn.Module, layer: PreProjLayer) -> None:
 
 def detach(attention: nn.Module) -> PreProjLayer:
     """Take the layer and its hooks off an attention module and return the layer."""
-    _remove_hook(attention._forward_pre_hooks, attention._forward_pre_hooks_with_kwargs, project_streams)
-    _remove_hook(attention._forward_hooks, attention._forward_hooks_with_kwargs, add_content_skip)
+    remove_hook(attention._forward_pre_hooks, attention._forward_pre_hooks_with_kwargs, project_streams)
+    remove_hook(attention._forward_hooks, attention._forward_hooks_with_kwargs, add_content_skip)
     return cast(PreProjLayer, attention._modules.pop(CHILD))
 
 
@@ -128,12 +129,30 @@ def layer_of(attention: nn.Module) -> PreProjLayer:
     return cast(PreProjLayer, attention.preproj)
 
 
+def remove_hook(hooks: dict[int, Any], with_kwargs: dict[int, bool], function: Any) -> None:
+    """Take a function out of a module's table of hooks, found by identity."""
+    # Handles do not survive pickling or deepcopy, functions do.
+    for key in [key for key, hook in hooks.items() if hook is function]:
+        del hooks[key]
+        with_kwargs.pop(key, None)
+
+
 def _stream_tokens(stream: Stream, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     return args[stream.position] if stream.position < len(args) else kwargs.get(stream.argument)
 
 
 def _check_processor(attention: nn.Module, layer: PreProjLayer) -> None:
-    """Refuse `fuse_qkv_projections` where the stock model itself goes wrong with it, with or without an adapter."""
+    """Refuse a processor that would leave out positions or mask, and one with which the stock model goes wrong.
+
+    The latter is `fuse_qkv_projections`, with or without an adapter.
+    """
+    if layer.needs_processor and not is_ours(attention):
+        found = type(getattr(attention, "processor", None)).__name__
+        raise ValueError(
+            f"{found} was put in the place of the attention processor that turns queries and keys by their positions "
+            "and masks padding (as IP-Adapter, PAG, fuse_qkv_projections and set_attn_processor do), and knows "
+            "neither; put the former one back, disable the adapter, or use one without positions and mask_padding"
+        )
     if not isinstance(getattr(attention, "processor", None), FusedJointAttnProcessor2_0):
         return
     reason = None
@@ -146,10 +165,3 @@ def _check_processor(attention: nn.Module, layer: PreProjLayer) -> None:
             f"fuse_qkv_projections() put a FusedJointAttnProcessor2_0 into this model, which {reason}, "
             "whether patched or not; call model.unfuse_qkv_projections()"
         )
-
-
-def _remove_hook(hooks: dict[int, Any], with_kwargs: dict[int, bool], function: Any) -> None:
-    # Found by identity, not by handle: handles do not survive pickling or deepcopy, functions do.
-    for key in [key for key, hook in hooks.items() if hook is function]:
-        del hooks[key]
-        with_kwargs.pop(key, None)

@@ -7,11 +7,15 @@ patched paths are noted on the model, and compared with what is there before tra
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from torch import nn
 
 from mmpreproj.patching.hooks import is_attached, layer_of
+from mmpreproj.patching.layer import AttentionAdapter
 from mmpreproj.patching.lookup import patched_attentions, plain_path, unwrap
+from mmpreproj.patching.processor import is_ours
+from mmpreproj.patching.root import is_root_attached
 
 _NOTE = "_preproj_sites"
 
@@ -55,6 +59,29 @@ def check_intact(model: nn.Module) -> None:
                     "attentions): the module was replaced or its hooks were removed after patching. Load the base "
                     "anew and patch it last, or call mmpreproj.unpatch(model) to go on without the adapter"
                 )
+        _check_positions(owner)
+
+
+def _check_positions(owner: nn.Module) -> None:
+    """Make sure that what an adapter's positions need at the model itself and as processors is still there."""
+    needing = [(path, attention) for path, attention in patched_attentions(owner) if _needs_processor(attention)]
+    if needing and not is_root_attached(owner):
+        raise ValueError(
+            f"{type(owner).__name__} has lost the hooks that make its positions: they were removed after patching. "
+            "Load the base anew and patch it last, or call mmpreproj.unpatch(model) to go on without the adapter"
+        )
+    for path, attention in needing:
+        if not is_ours(attention):
+            raise ValueError(
+                f"{type(owner).__name__} has lost the attention processor that knows its positions at "
+                f"{plain_path(path)}: {type(attention.processor).__name__} was put in its place after patching (as "
+                "IP-Adapter, PAG and fuse_qkv_projections do). Undo that, or call mmpreproj.unpatch(model)"
+            )
+
+
+def _needs_processor(attention: nn.Module) -> bool:
+    adapters = layer_of(attention).adapters.values()
+    return any(cast(AttentionAdapter, adapter).config.needs_processor for adapter in adapters)
 
 
 def _owners(model: nn.Module) -> Iterator[nn.Module]:

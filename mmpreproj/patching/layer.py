@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from mmpreproj.core.content_skip import ContentSkip
 from mmpreproj.core.preprojection import PreProjection
+from mmpreproj.core.rotary_gain import RotaryGain
 from mmpreproj.core.scale import Scale
 from mmpreproj.core.sharding import whole
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import AttentionSite, Family, Stream
+from mmpreproj.patching.tables import RotaryTables
 
 SHARED = "shared"
 
@@ -22,14 +24,16 @@ SHARED = "shared"
 class AttentionAdapter(nn.Module):
     """One adapter's weights on one attention module.
 
-    `pre_projection` and `content_skip` are keyed by `"shared"`, or by stream name with `share="stream"`. A module
-    that no output would read is not made, so every parameter gets a gradient.
+    `pre_projection` and `content_skip` are keyed by `"shared"`, or by stream name with `share="stream"`; `rotary_gain`
+    by stream name. A module that no output would read is not made, so every parameter gets a gradient.
 
     Args:
         config: the adapter's settings.
         streams: the streams of this attention.
+        content: whether this attention is among those with pre-projection and skip; positions are everywhere.
         skipped: names of the streams whose attention output is used, and so may carry a skip.
         width: token width D.
+        heads: number of attention heads H.
         device: where the weights are made.
         dtype: dtype of the weights.
     """
@@ -39,8 +43,10 @@ class AttentionAdapter(nn.Module):
         config: PreProjConfig,
         *,
         streams: tuple[Stream, ...],
+        content: bool,
         skipped: tuple[str, ...],
         width: int,
+        heads: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -51,8 +57,11 @@ class AttentionAdapter(nn.Module):
         self.suspended = 0  # by how many `disabled` blocks
         self.scale = Scale(device=device)
         self.keys = {stream.name: SHARED if config.share == "block" else stream.name for stream in streams}
-        projected = sorted(set(self.keys.values())) if config.pre_projection else []
-        bypassed = sorted({self.keys[name] for name in skipped}) if config.skip else []
+        projected = sorted(set(self.keys.values())) if config.pre_projection and content else []
+        bypassed = sorted({self.keys[name] for name in skipped}) if config.skip and content else []
+        positions = config.positions
+        self.rotated = tuple(name for name in self.keys if positions is not None and name in positions.streams)
+        learned = self.rotated if positions is not None and positions.start == "identity" else ()
         std = config.start_std
         self.pre_projection = nn.ModuleDict(
             {
@@ -63,6 +72,7 @@ class AttentionAdapter(nn.Module):
         self.content_skip = nn.ModuleDict(
             {key: ContentSkip(width, init_std=std, device=device, dtype=dtype) for key in bypassed}
         )
+        self.rotary_gain = nn.ModuleDict({name: RotaryGain(heads, device=device, dtype=dtype) for name in learned})
         self.initial_norms = self.norms()
 
     def forward(self, hidden_states: Tensor, stream: str) -> tuple[Tensor | None, Tensor | None]:
@@ -82,6 +92,11 @@ class AttentionAdapter(nn.Module):
             skip = self.scale(self.content_skip[key](features))  # [B, N, D]
         return increment, skip
 
+    def turn(self, angles: Tensor, stream: str) -> Tensor:
+        """Turn a stream's table of angles `[N, P]` into those that this adapter adds, `[N, H or 1, P]`."""
+        scaled = self.scale(angles)
+        return self.rotary_gain[stream](scaled) if stream in self.rotary_gain else scaled[:, None]
+
     @property
     def takes_part(self) -> bool:
         """Whether the adapter is switched on, and in no `disabled` block."""
@@ -90,6 +105,10 @@ class AttentionAdapter(nn.Module):
     def projects(self, stream: str) -> bool:
         """Tell whether a stream is pre-projected."""
         return self.keys[stream] in self.pre_projection
+
+    def gains(self) -> dict[str, float | None]:
+        """Measure the mean size of each stream's rotary gains; None while they are on `meta`."""
+        return {stream: mean_size(cast(RotaryGain, module)) for stream, module in self.rotary_gain.items()}
 
     def norms(self) -> dict[str, dict[str, float | None]]:
         """Measure `‖W_down‖_F` and `‖W_skip‖_F` per set of weights, in fp32; None while weights are on `meta`."""
@@ -113,6 +132,46 @@ class PreProjLayer(nn.Module):
         for adapter in self.adapters.values():
             if adapter.takes_part:
                 yield cast(AttentionAdapter, adapter)
+
+    @property
+    def needs_processor(self) -> bool:
+        """Whether an adapter that takes part now has positions, or masks padding."""
+        return any(adapter.config.needs_processor for adapter in self.active())
+
+    def rotated(self) -> set[str]:
+        """Name the streams whose queries and keys an adapter turns now."""
+        return {stream for adapter in self.active() for stream in adapter.rotated}
+
+    def rotation(self, stream: str, tables: Mapping[str, RotaryTables]) -> tuple[Tensor, Tensor] | None:
+        """Return cosine and sine `[N, H or 1, D/2]` of what a stream's queries and keys are turned by; None for none.
+
+        The angles of several adapters add up, `Σ sᵢ gᵢ θᵢ` with scales s and gains g. YaRN's temperature `t` is a
+        factor `1 + (t - 1) · min(1, |s g|)`, so that it too is absent from a base and from a scale of 0.
+
+        Args:
+            stream: its name.
+            tables: by adapter.
+        """
+        angles: Tensor | None = None
+        factor: Tensor | None = None
+        for name, table in tables.items():
+            adapter = self._active_adapter(name)
+            if adapter is None or stream not in adapter.rotated:
+                continue
+            turned = adapter.turn(getattr(table, stream), stream)  # [N, H or 1, D/2]
+            angles = turned if angles is None else angles + turned
+            if stream == "image" and table.temperature is not None:
+                strength = adapter.turn(turned.new_ones(1, 1), stream).abs().clamp(max=1)  # [1, H or 1, 1]
+                hotter = 1 + (table.temperature - 1) * strength
+                factor = hotter if factor is None else factor * hotter
+        if angles is None:
+            return None
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if factor is None else (cos * factor, sin * factor)
+
+    def _active_adapter(self, name: str) -> AttentionAdapter | None:
+        adapter = cast(AttentionAdapter, self.adapters[name]) if name in self.adapters else None
+        return adapter if adapter is not None and adapter.takes_part else None
 
     def forward(self, hidden_states: Tensor, stream: str) -> tuple[Tensor, Tensor | None]:
         """Turn a stream's normed tokens `x_hat` `[B, N, D]` into features, and into what goes around attention.
@@ -138,3 +197,10 @@ def frobenius_norm(linear: nn.Module) -> float | None:
     with torch.no_grad(), align_module_device(linear):
         weight = whole(cast(Tensor, linear.weight))
         return None if weight.is_meta else float(torch.linalg.vector_norm(weight.float()))
+
+
+def mean_size(gain: RotaryGain) -> float | None:
+    """Measure the mean of a gain's absolute values; None while it is on `meta`."""
+    with torch.no_grad(), align_module_device(gain):
+        values = whole(gain.gain)
+        return None if values.is_meta else float(values.float().abs().mean())

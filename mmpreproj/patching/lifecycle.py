@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import cpu_offload
-from accelerate.hooks import AlignDevicesHook
 from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_offloading
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,10 +28,9 @@ from mmpreproj.patching.lookup import (
     resolve_names,
     unwrap,
 )
-from mmpreproj.patching.offloading import check_values_present, diffusers_hook
+from mmpreproj.patching.offloading import check_values_present, offloaded_to, placement
+from mmpreproj.patching.positioning import add_positions, remove_positions, settle_positions, without_positions
 from mmpreproj.patching.report import PatchReport, report
-
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def patch(
@@ -95,6 +93,7 @@ def unpatch(model: nn.Module, name: str | None = None) -> None:
         if not layer.adapters:
             detach(attention)
     for removed in names:
+        remove_positions(model, removed)
         forget_sites(model, removed)
     _tell_machinery(model)
 
@@ -104,6 +103,7 @@ def detached(model: nn.Module) -> Iterator[nn.Module]:
     """Take the adapters off for the length of a `with` block, for instance to save the base alone."""
     bare = unwrap(model)
     with ExitStack() as stack:
+        stack.enter_context(without_positions(bare))
         for _, attention in list(patched_attentions(bare)):
             stack.enter_context(without_layer(attention))
         yield bare
@@ -111,9 +111,16 @@ def detached(model: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True)
 class BuiltAdapter:
-    """An adapter that has been made for a model and is not yet on it: by the path of the attention it will join."""
+    """An adapter that has been made for a model and is not yet on it.
+
+    Attributes:
+        family: the row of the table.
+        config: the adapter's settings, with what they leave to the model.
+        sites: by the path of the attention it will join.
+    """
 
     family: Family
+    config: PreProjConfig
     sites: dict[str, tuple[AttentionSite, nn.Module, AttentionAdapter]]
 
 
@@ -124,27 +131,30 @@ def build(model: nn.Module, config: PreProjConfig, *, family: Family | None = No
 
 
 def _build(model: nn.Module, config: PreProjConfig, family: Family) -> BuiltAdapter:
+    config = settle_positions(model, config, family)
     wanted = config.block_indices(len(joint_blocks(model, family)))
     sites = {}
     for index, path, site, attention in attention_sites(model, family):
-        if index in wanted and (config.dual_attention or not site.dual):
+        content = index in wanted and (config.dual_attention or not site.dual)
+        if content or config.needs_processor:
             _check_site(path, site, attention)
-            sites[path] = (site, attention, _build_adapter(config, site, attention, family.width))
+            sites[path] = (site, attention, _build_adapter(config, family, site, attention, content=content))
     if not sites:
         children = ", ".join(site.child for site in family.sites)
         raise TypeError(f"{type(model).__name__} has no joint attention in {family.blocks} (looked for: {children})")
-    return BuiltAdapter(family, sites)
+    return BuiltAdapter(family, config, sites)
 
 
 def install(model: nn.Module, built: BuiltAdapter, *, name: str) -> None:
     """Put a built adapter onto its model."""
     for site, attention, adapter in built.sites.values():
-        device = _offloaded_to(attention)
+        device = offloaded_to(attention)
         if device is not None:
             cpu_offload(adapter, execution_device=device)
         if not is_attached(attention):
             attach(attention, PreProjLayer(built.family, site).train(attention.training))
         layer_of(attention).adapters[name] = adapter.train(attention.training)
+    add_positions(model, built.family, built.config, name=name)
     note_sites(model, name, tuple(built.sites))
     _tell_machinery(model)
 
@@ -213,42 +223,20 @@ def _check_site(path: str, site: AttentionSite, attention: nn.Module) -> None:
         )
 
 
-def _build_adapter(config: PreProjConfig, site: AttentionSite, attention: nn.Module, width: str) -> AttentionAdapter:
-    device, dtype = _placement(attention)
+def _build_adapter(
+    config: PreProjConfig, family: Family, site: AttentionSite, attention: nn.Module, *, content: bool
+) -> AttentionAdapter:
+    device, dtype = placement(attention)
     return AttentionAdapter(
         config,
         streams=site.streams,
+        content=content,
         skipped=tuple(stream.name for stream in site.streams if not stream.is_discarded(attention)),
-        width=getattr(attention, width),
+        width=getattr(attention, family.width),
+        heads=getattr(attention, family.heads),
         device=device,
         dtype=dtype,
     )
-
-
-def _placement(attention: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Choose where new weights live: device and dtype of the attention.
-
-    Where its own dtype is for storage only, the one that layerwise casting computes in, or else fp32.
-    """
-    parameters = list(attention.parameters())
-    # Quantised weights may call themselves `meta` although they have values; a whole attention on it has none.
-    devices = [parameter.device for parameter in parameters if not parameter.is_meta] or [torch.device("meta")]
-    device = torch.device("cpu") if not parameters or _offloaded_to(attention) is not None else devices[0]
-    for parameter in parameters:
-        if parameter.dtype in COMPUTE_DTYPES:
-            return device, parameter.dtype
-    casts = (diffusers_hook(module, "layerwise_casting") for module in attention.modules())
-    return device, next((cast.compute_dtype for cast in casts if cast is not None), torch.float32)
-
-
-def _offloaded_to(attention: nn.Module) -> torch.device | str | int | None:
-    """Return the device that accelerate brings an attention's offloaded weights to; None if they are not offloaded."""
-    for module in attention.modules():
-        hook = getattr(module, "_hf_hook", None)
-        for part in getattr(hook, "hooks", (hook,)):
-            if isinstance(part, AlignDevicesHook) and part.offload:
-                return part.execution_device
-    return None
 
 
 def _tell_machinery(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from mmpreproj.patching.families import AttentionSite, Family, joint_blocks
 from mmpreproj.patching.hooks import CHILD, layer_of
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
+from mmpreproj.patching.root import RootAdapter, RootLayer
 
 # What torch.compile, checkpoint wrappers and FSDP put into a module's path when they wrap a part of a model.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
@@ -95,6 +96,15 @@ def named_adapters(model: nn.Module, name: str) -> Iterator[tuple[str, Attention
     """Iterate over one adapter's modules and the plain paths of the attentions that carry them."""
     for path, layer in layers_with(model, name):
         yield path, cast(AttentionAdapter, layer.adapters[name])
+
+
+def root_adapters(model: nn.Module, name: str | None = None) -> Iterator[RootAdapter]:
+    """Iterate over the parts at the model itself, of one adapter or of all of them."""
+    for layer in model.modules():
+        if isinstance(layer, RootLayer):
+            for found, adapter in layer.adapters.items():
+                if name in (None, found):
+                    yield cast(RootAdapter, adapter)
 
 
 def attention_sites(model: nn.Module, family: Family) -> Iterator[tuple[int, str, AttentionSite, nn.Module]]:

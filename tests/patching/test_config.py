@@ -16,6 +16,8 @@ DEFAULTS = {
     "dual_attention": True,
     "init": "paper",
     "init_std": 1e-4,
+    "positions": None,
+    "mask_padding": False,
 }
 
 GOOD: list[dict[str, Any]] = [

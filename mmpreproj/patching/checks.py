@@ -1,0 +1,38 @@
+"""Checks of single settings, whose errors name the field, the value and what it should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+
+def positive_number(name: str, value: Any) -> float:
+    """Return a finite number above 0 as a float, or refuse the value."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number above 0; got {value!r} ({type(value).__name__})")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a finite number above 0; got {value!r}")
+    return float(value)
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {value!r} ({type(value).__name__})")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse what is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def check_fields(owner: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse a key that is no field, naming the nearest one."""
+    for key in values:
+        if key not in known:
+            nearest = get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+            raise ValueError(f"{owner} has no field {key!r}{hint} Fields: {', '.join(known)}")
