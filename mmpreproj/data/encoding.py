@@ -28,6 +28,9 @@ class Encoder(Protocol):
     def encode_prompt(self, prompt: list[str], **settings: Any) -> Sequence[Any]:
         """Map B prompts to embeddings `[B, L, D]`, …, pooled embeddings `[B, P]`, …, as SD3's pipeline does."""
 
+    def encode_prompt_mask(self, prompt: list[str], *, max_sequence_length: int) -> Tensor:
+        """Tell text from padding in those embeddings: truth values `[B, L]`, true at text."""
+
 
 @dataclass(frozen=True)
 class TextEmbeddings:
@@ -36,10 +39,12 @@ class TextEmbeddings:
     Attributes:
         tokens: `[U, L, D]`.
         pooled: `[U, P]`.
+        mask: truth values `[U, L]`, false at padding.
     """
 
     tokens: Tensor
     pooled: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class EncodedPictures(Dataset[dict[str, Tensor]]):
         captions: N captions.
         text: the embeddings of the distinct captions.
         text_index: `[N]`, the row of `text` for each picture.
-        empty: the embeddings of the empty prompt, which dropped captions take: `[1, L, D]` and `[1, P]`.
+        empty: the embeddings of the empty prompt, which dropped captions take: `[1, L, D]`, `[1, P]` and `[1, L]`.
         skipped: pictures that could not be read.
     """
 
@@ -66,9 +71,14 @@ class EncodedPictures(Dataset[dict[str, Tensor]]):
         return len(self.captions)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return `latents` `[C, h, w]`, `tokens` `[L, D]` and `pooled` `[P]` of one picture."""
-        row = self.text_index[index]
-        return {"latents": self.latents[index], "tokens": self.text.tokens[row], "pooled": self.text.pooled[row]}
+        """Return `latents` `[C, h, w]`, `tokens` `[L, D]`, `pooled` `[P]` and `mask` `[L]` of one picture."""
+        row, text = self.text_index[index], self.text
+        return {
+            "latents": self.latents[index],
+            "tokens": text.tokens[row],
+            "pooled": text.pooled[row],
+            "mask": text.mask[row],
+        }
 
     def subset(self, indices: Sequence[int]) -> EncodedPictures:
         """Keep the pictures at these indices, in this order."""
@@ -141,7 +151,8 @@ def encode_captions(
             do_classifier_free_guidance=False,
             max_sequence_length=max_sequence_length,
         )
-    return TextEmbeddings(tokens.cpu(), pooled.cpu())
+    mask = encoder.encode_prompt_mask(captions, max_sequence_length=max_sequence_length)
+    return TextEmbeddings(tokens.cpu(), pooled.cpu(), mask.cpu())
 
 
 def split_held_out(
@@ -181,7 +192,11 @@ def _encode_all(
     for start in range(0, len(captions), batch_size):
         parts.append(encode_captions(encoder, captions[start : start + batch_size], **settings))
         on_progress("captions", min(start + batch_size, len(captions)), len(captions))
-    return TextEmbeddings(torch.cat([part.tokens for part in parts]), torch.cat([part.pooled for part in parts]))
+    return TextEmbeddings(
+        tokens=torch.cat([part.tokens for part in parts]),
+        pooled=torch.cat([part.pooled for part in parts]),
+        mask=torch.cat([part.mask for part in parts]),
+    )
 
 
 def _check_finite(latents: Tensor) -> Tensor:

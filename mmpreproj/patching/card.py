@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mmpreproj.patching.adapter_files import SavedAdapter, write_atomically
 from mmpreproj.patching.profile import Profile
@@ -28,24 +29,37 @@ def write_card(folder: Path, saved: SavedAdapter, report: PatchReport, profile: 
 
 
 def draw_profile(profile: Profile, path: Path) -> None:
-    """Draw `‖W_skip‖_F` and `‖W_down‖_F` per block as PNG, with their initial values as ticks across the bars."""
+    """Draw `‖W_skip‖_F` and `‖W_down‖_F` per block as PNG, and the rotary gains where there are any.
+
+    Initial values are ticks across the bars.
+    """
     from matplotlib.figure import Figure  # a second to import, and not needed to patch
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
     labels = [_row_label(row.block, row.attention, row.weights) for row in profile]
-    columns = (
-        ("‖W_skip‖, content skip", [(row.skip, row.skip_initial) for row in profile]),
-        ("‖W_down‖, pre-projection", [(row.down, row.down_initial) for row in profile]),
-    )
-    for axes, (title, values) in zip(figure.subplots(1, 2), columns, strict=True):
-        now, start = [end or 0.0 for end, _ in values], [first or 0.0 for _, first in values]
-        places = range(len(labels))
-        axes.bar(places, now, color="#2b5d8c", label="now")
-        axes.scatter(places, start, color=INITIAL, marker="_", s=200, label="at the start")
-        axes.set_xticks(places, labels, fontsize=9 if len(labels) <= 16 else 6)
-        axes.set(title=f"{title} (Frobenius norm)", xlabel="block", ylim=(0, 1.25 * max([*now, *start, 1e-12])))
-        axes.legend(frameon=False, loc="upper center", ncols=2)
+    skips = [(row.skip, row.skip_initial) for row in profile]
+    downs = [(row.down, row.down_initial) for row in profile]
+    panels = [
+        ("‖W_skip‖, content skip (Frobenius norm)", labels, skips),
+        ("‖W_down‖, pre-projection (Frobenius norm)", labels, downs),
+    ]
+    if profile.gains:
+        streams = [_row_label(row.block, row.attention, row.stream) for row in profile.gains]
+        panels = [panel for panel in panels if panel[1]]
+        panels.append(("rotary gain, mean size over heads", streams, [(row.gain, 0.0) for row in profile.gains]))
+    figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw_panel(axes, *panel)
     figure.savefig(path, dpi=100, format="png")
+
+
+def _draw_panel(axes: Any, title: str, labels: list[str], values: list[tuple[float | None, float | None]]) -> None:
+    now, start = [end or 0.0 for end, _ in values], [first or 0.0 for _, first in values]
+    places = range(len(labels))
+    axes.bar(places, now, color="#2b5d8c", label="now")
+    axes.scatter(places, start, color=INITIAL, marker="_", s=200, label="at the start")
+    axes.set_xticks(places, labels, fontsize=9 if len(labels) <= 16 else 6)
+    axes.set(title=title, xlabel="block", ylim=(0, 1.25 * max([*now, *start, 1e-12])))
+    axes.legend(frameon=False, loc="upper center", ncols=2)
 
 
 def _row_label(block: int, attention: str, weights: str) -> str:

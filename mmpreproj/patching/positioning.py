@@ -56,7 +56,7 @@ def add_positions(model: nn.Module, family: Family, config: PreProjConfig, *, na
     if not has_root(model):
         layer = RootLayer(family, head_width=head_width(model, family), patch_size=_setting(model, seam.patch_size))
         attach_root(model, layer.train(model.training))
-    adapter = RootAdapter(config.positions, device=placement(embedding)[0])
+    adapter = RootAdapter(config, device=placement(embedding)[0])
     device = offloaded_to(embedding)
     if device is not None:
         cpu_offload(adapter, execution_device=device)
@@ -85,6 +85,11 @@ def follow_attentions(model: nn.Module, name: str) -> None:
         root.scale.set(sum(adapter.scale.factor for adapter in members) / len(members))
         root.enabled = any(adapter.enabled for adapter in members)
         root.suspended = min(adapter.suspended for adapter in members)
+
+
+def masks_padding(model: nn.Module) -> bool:
+    """Tell whether an adapter that acts now wants attention kept from the padding of texts."""
+    return any(root.masks_padding for root in root_adapters(model))
 
 
 @contextmanager

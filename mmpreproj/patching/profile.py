@@ -1,4 +1,4 @@
-"""The skip profile: how far each block's weights have moved from their start."""
+"""The skip profile: how far each block's weights, and its positions, have moved from their start."""
 
 from __future__ import annotations
 
@@ -35,10 +35,33 @@ class ProfileRow:
 
 
 @dataclass(frozen=True)
+class GainRow:
+    """How far one stream's learned positions have grown in one attention.
+
+    Attributes:
+        block: index of the block.
+        attention: name of the attention module in it.
+        stream: `"image"` or `"text"`.
+        gain: mean over heads of the gain's absolute value, at first 0; None while it is on `meta`.
+    """
+
+    block: int
+    attention: str
+    stream: str
+    gain: float | None
+
+
+@dataclass(frozen=True)
 class Profile:
-    """The rows of a model's skip profile, in the order of its blocks; `str(profile)` is a table."""
+    """A model's skip profile, in the order of its blocks; `str(profile)` is a table.
+
+    Attributes:
+        rows: norms of the pre-projection and the content skip.
+        gains: the rotary gains; none where positions are not learned.
+    """
 
     rows: tuple[ProfileRow, ...]
+    gains: tuple[GainRow, ...] = ()
 
     def __iter__(self) -> Iterator[ProfileRow]:
         return iter(self.rows)
@@ -47,15 +70,21 @@ class Profile:
         return len(self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{'block':>5} {'attention':>9} {'weights':>8} {'‖W_skip‖':>20} {'‖W_down‖':>20}"]
+        lines = []
+        if self.rows or not self.gains:
+            lines = [f"{'block':>5} {'attention':>9} {'weights':>8} {'‖W_skip‖':>20} {'‖W_down‖':>20}"]
         for row in self.rows:
             skip, down = format_norm(row.skip, row.skip_initial), format_norm(row.down, row.down_initial)
             lines.append(f"{row.block:>5} {row.attention:>9} {row.weights:>8} {skip:>20} {down:>20}")
+        if self.gains:
+            lines.append(f"{'block':>5} {'attention':>9} {'stream':>8} {'mean |gain|':>20}")
+        for gain in self.gains:
+            lines.append(f"{gain.block:>5} {gain.attention:>9} {gain.stream:>8} {format_norm(gain.gain, None):>20}")
         return "\n".join(lines)
 
 
 def profile(model: nn.Module, *, name: str | None = None) -> Profile:
-    """Measure, per block, the norms of `W_skip` and `W_down` beside their initial values.
+    """Measure, per block, the norms of `W_skip` and `W_down` beside their initial values, and the rotary gains.
 
     Raises:
         ValueError: if the model carries no adapter, none of that name, or group offloading keeps it on disk.
@@ -65,10 +94,11 @@ def profile(model: nn.Module, *, name: str | None = None) -> Profile:
     model = unwrap(model)
     name = resolve_name(model, name)
     check_values_present(model)
-    rows = []
+    rows, gains = [], []
     for path, adapter in named_adapters(model, name):
         rows += rows_from_norms(path, adapter.norms(), adapter.initial_norms)
-    return Profile(tuple(rows))
+        gains += rows_from_gains(path, adapter.gains())
+    return Profile(tuple(rows), tuple(gains))
 
 
 def rows_from_norms(path: str, norms: dict, initial: dict) -> list[ProfileRow]:
@@ -86,6 +116,12 @@ def rows_from_norms(path: str, norms: dict, initial: dict) -> list[ProfileRow]:
         )
         for weights in sorted({*norms["skip"], *norms["down"]})
     ]
+
+
+def rows_from_gains(path: str, gains: dict[str, float | None]) -> list[GainRow]:
+    """Build the rows of one attention module from the mean gain of each stream."""
+    *_, block, attention = path.split(".")
+    return [GainRow(int(block), attention, stream, gain) for stream, gain in sorted(gains.items())]
 
 
 def format_norm(now: float | None, initial: float | None) -> str:

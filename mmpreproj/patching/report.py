@@ -8,7 +8,8 @@ from typing import cast
 from torch import nn
 
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
-from mmpreproj.patching.lookup import block_of, layers_with, parameters, resolve_name, unwrap
+from mmpreproj.patching.lookup import block_of, layers_with, named_adapters, parameters, resolve_name, unwrap
+from mmpreproj.patching.positions import Positions
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class SiteReport:
     projected: tuple[str, ...]
     skipped: tuple[str, ...]
     parameters: int
+    rotated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class PatchReport:
     sites: tuple[SiteReport, ...]
     base_parameters: int
     notes: tuple[str, ...] = ()
+    positions: Positions | None = None
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -40,7 +43,8 @@ class PatchReport:
     @property
     def streams(self) -> tuple[str, ...]:
         """Names of the streams that pass through the adapter somewhere."""
-        return tuple(sorted({stream for site in self.sites for stream in (*site.projected, *site.skipped)}))
+        parts = (part for site in self.sites for part in (site.projected, site.skipped, site.rotated))
+        return tuple(sorted({stream for part in parts for stream in part}))
 
     @property
     def parameters(self) -> int:
@@ -54,7 +58,11 @@ class PatchReport:
         ]
         for site in self.sites:
             projected, skipped = ", ".join(site.projected) or "-", ", ".join(site.skipped) or "-"
-            lines.append(f"  {site.path}: pre-projection {projected}; skip {skipped}; {site.parameters:,}")
+            rotated = f"; positions {', '.join(site.rotated)}" if site.rotated else ""
+            lines.append(f"  {site.path}: pre-projection {projected}; skip {skipped}{rotated}; {site.parameters:,}")
+        if self.positions is not None:
+            settings = (f"{key} {value}" for key, value in self.positions.to_dict().items())
+            lines.append(f"  positions: {', '.join(settings)}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -69,7 +77,9 @@ def report(model: nn.Module, *, name: str | None = None) -> PatchReport:
     sites = tuple(_describe_site(path, layer, name) for path, layer in layers_with(model, name))
     added = sum(parameter.numel() for parameter in parameters(model))
     base = sum(parameter.numel() for parameter in model.parameters()) - added
-    return PatchReport(name, type(model).__name__, sites, base, notes=_notes(model, name))
+    config = next(adapter.config for _, adapter in named_adapters(model, name))
+    notes = _notes(model, name)
+    return PatchReport(name, type(model).__name__, sites, base, notes=notes, positions=config.positions)
 
 
 def _describe_site(path: str, layer: PreProjLayer, name: str) -> SiteReport:
@@ -81,6 +91,7 @@ def _describe_site(path: str, layer: PreProjLayer, name: str) -> SiteReport:
         projected=tuple(stream for stream in streams if adapter.projects(stream)),
         skipped=adapter.skipped if len(adapter.content_skip) else (),
         parameters=sum(parameter.numel() for parameter in adapter.parameters()),
+        rotated=adapter.rotated,
     )
 
 
@@ -89,7 +100,7 @@ def _notes(model: nn.Module, name: str) -> tuple[str, ...]:
     own = {id(parameter) for parameter in parameters(model)}
     adapter = {parameter.dtype for parameter in parameters(model, name)}
     base = {parameter.dtype for parameter in model.parameters() if id(parameter) not in own and parameter.ndim > 1}
-    if base <= adapter:
+    if base <= adapter or not adapter:
         return ()
     words = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in adapter))
     others = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in base - adapter))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmpreproj.core.scale import Scale
+from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import Argument, Family, PositionSeam
 from mmpreproj.patching.hooks import CHILD, remove_hook
 from mmpreproj.patching.positions import Positions
@@ -26,13 +27,13 @@ class RootAdapter(nn.Module):
     """One adapter's part at the model: its positions, and how strongly the absolute ones are removed.
 
     Args:
-        positions: None for an adapter without.
+        config: the adapter's settings.
         device: where the scale is made.
     """
 
-    def __init__(self, positions: Positions | None, *, device: torch.device | None = None) -> None:
+    def __init__(self, config: PreProjConfig, *, device: torch.device | None = None) -> None:
         super().__init__()
-        self.positions = positions
+        self.config = config
         self.enabled = True
         self.suspended = 0
         self.scale = Scale(device=device)
@@ -43,9 +44,19 @@ class RootAdapter(nn.Module):
         return self.enabled and not self.suspended
 
     @property
+    def positions(self) -> Positions | None:
+        """The adapter's positions, None if it has none."""
+        return self.config.positions
+
+    @property
     def removes_absolute(self) -> bool:
         """Whether the base's sin-cos table is taken out of the residual stream."""
         return self.positions is not None and self.positions.absolute == "remove"
+
+    @property
+    def masks_padding(self) -> bool:
+        """Whether the adapter acts, and wants attention kept from padding."""
+        return self.takes_part and self.config.mask_padding and self.scale.factor != 0
 
     def forward(self, stock: Tensor, bare: Tensor) -> Tensor:
         """Go from patches with absolute positions `[B, N, D]` to those without, by the scale; exact at 0 and at 1."""
@@ -106,12 +117,15 @@ def joint_mask(mask: Any, text: Tensor, *, patches: int) -> Tensor:
     """Turn a text's mask into that of image and text, image first.
 
     Args:
-        mask: `[B, L]`, true or 1 at tokens, false or 0 at padding.
+        mask: `[B, L]` or `[2B, L]`, true or 1 at tokens, false or 0 at padding.
         text: `[B, L, D]`.
         patches: number N of image tokens, all of which may be attended to.
 
     Returns:
         Truth values `[B, N + L]` on the text's device.
+
+    A mask of twice as many rows is that of negative prompts and prompts, by a pipeline that calls the model with the
+    prompts alone, as for skip-layer guidance: then the latter half counts.
 
     Raises:
         TypeError: if the mask is no tensor of truth values or whole numbers.
@@ -120,6 +134,8 @@ def joint_mask(mask: Any, text: Tensor, *, patches: int) -> Tensor:
     if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{MASK} must be a tensor of truth values, or of 1 at tokens and 0 at padding; got {kind}")
+    if mask.shape[0] == 2 * text.shape[0]:
+        mask = mask[text.shape[0] :]
     if mask.shape != text.shape[:2]:
         raise ValueError(
             f"{MASK} must have the shape of the text, {list(text.shape[:2])} (batch, tokens); got {list(mask.shape)}. "

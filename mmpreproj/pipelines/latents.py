@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mmpreproj.patching.lookup import unwrap
+from mmpreproj.patching.root import absolute_removed
 
 
 def encode_pixels(vae: Any, pixels: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
@@ -65,7 +69,12 @@ def _to_vae(vae: Any, tensor: Tensor) -> Tensor:
     return tensor.to(device=tensor.device if device is None else device, dtype=vae.dtype)
 
 
-def largest_side(transformer: Any, *, vae_scale_factor: int) -> int:
-    """Return the side, in pixels, of the largest square picture that a transformer has positions for."""
+def largest_side(transformer: Any, *, vae_scale_factor: int) -> float:
+    """Return the side, in pixels, of the largest square picture that a transformer has positions for.
+
+    Infinite where its absolute positions are removed: rotary ones have no end.
+    """
+    if absolute_removed(unwrap(transformer)):
+        return math.inf
     settings = transformer.config
     return settings.pos_embed_max_size * settings.patch_size * vae_scale_factor

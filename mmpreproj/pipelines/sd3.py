@@ -33,6 +33,8 @@ from transformers import (
 from mmpreproj.patching.integrity import check_intact
 from mmpreproj.patching.lifecycle import detached
 from mmpreproj.patching.lookup import is_patched, unwrap
+from mmpreproj.patching.positioning import masks_padding
+from mmpreproj.patching.root import MASK
 from mmpreproj.pipelines.adapter_folder import (
     ADAPTER_FOLDER,
     check_upload,
@@ -43,6 +45,7 @@ from mmpreproj.pipelines.adapter_folder import (
 )
 from mmpreproj.pipelines.latents import check_finite, decode_to_pixels, encode_pixels
 from mmpreproj.pipelines.origin import AdapterOrigin
+from mmpreproj.pipelines.padding import mask_of_call, prompt_mask
 from mmpreproj.pipelines.prompts import check_clip_encoders, encode_generically
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -157,20 +160,42 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
 
         Raises:
             ValueError: if `output_type` is none of pil, np, pt and latent, the latents cannot be shown as a picture
-                without a VAE, or they are not finite; or if the adapter was lost: its modules or hooks were replaced,
-                or another transformer has taken the place of the one that it was loaded onto.
+                without a VAE, or they are not finite; if the adapter was lost: its modules or hooks were replaced,
+                or another transformer has taken the place of the one that it was loaded onto; or if it masks padding,
+                and embeddings are given without `joint_attention_kwargs={"attention_mask": …}`.
         """
         call = inspect.signature(StableDiffusion3Pipeline.__call__).bind(self, *args, **kwargs)
         call.apply_defaults()
         output_type, return_dict = call.arguments["output_type"], call.arguments["return_dict"]
         self._check_adapter()
         self._check_output_type(output_type)
+        self._mask_padding(call.arguments)
         call.arguments.update(output_type="latent", return_dict=False)
         (images,) = super().__call__(*call.args[1:], **call.kwargs)
         if output_type != "latent":
             images = self.image_processor.postprocess(self.decode_latents(images), output_type=output_type)
             self.maybe_free_model_hooks()  # the parent did so too, but the VAE has run since
         return StableDiffusion3PipelineOutput(images=images) if return_dict else (images,)
+
+    def encode_prompt_mask(
+        self,
+        prompt: list[str],
+        prompt_2: list[str] | None = None,
+        prompt_3: list[str] | None = None,
+        *,
+        max_sequence_length: int = 256,
+    ) -> Tensor:
+        """Tell text from padding in what `encode_prompt` makes of B prompts: truth values `[B, L]`, true at text.
+
+        For `joint_attention_kwargs={"attention_mask": …}` of a transformer whose adapter has positions or
+        `mask_padding`.
+
+        Raises:
+            ValueError: if there is no text encoder for a prompt.
+        """
+        if not self.uses_generic_text_encoder:
+            check_clip_encoders(self)
+        return prompt_mask(self, prompt, prompt_2, prompt_3, max_sequence_length=max_sequence_length)
 
     def encode_latents(self, pixels: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Encode pictures into the latents that the transformer is trained on.
@@ -330,6 +355,13 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
             create_pr=create_pr,
             subfolder=subfolder,
         )
+
+    def _mask_padding(self, given: dict[str, Any]) -> None:
+        """Add the mask of the prompts to a call's arguments, if the adapter wants one and the caller gives none."""
+        attention = given["joint_attention_kwargs"] or {}
+        has_text = given["prompt_embeds"] is not None or isinstance(given["prompt"], (str, list))
+        if has_text and attention.get(MASK) is None and masks_padding(self.transformer):
+            given["joint_attention_kwargs"] = {**attention, MASK: mask_of_call(self, given)}
 
     def _check_adapter(self) -> None:
         check_intact(self.transformer)

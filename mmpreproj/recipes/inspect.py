@@ -10,11 +10,11 @@ import torch
 
 from mmpreproj.patching.adapter_files import CONFIG_NAME, WEIGHTS_NAME, SavedAdapter, read_config, read_weights
 from mmpreproj.patching.hooks import CHILD
-from mmpreproj.patching.profile import Profile, rows_from_norms
+from mmpreproj.patching.profile import Profile, rows_from_gains, rows_from_norms
 from mmpreproj.pipelines.adapter_folder import ADAPTER_FOLDER
 from mmpreproj.pipelines.adapter_list import LIST_NAME, read_list
 
-KEY = re.compile(rf".+\.\d+\.\w+\.{CHILD}\.(pre_projection|content_skip)\.\w+\.\w+\.weight")
+KEY = re.compile(rf".+\.\d+\.\w+\.{CHILD}\.((pre_projection|content_skip)\.\w+\.\w+\.weight|rotary_gain\.\w+\.gain)")
 PARTS = {"pre_projection": ("down", "down.weight"), "content_skip": ("skip", "map.weight")}
 
 
@@ -55,7 +55,7 @@ def inspect_adapter(folder: str | Path) -> AdapterSummary:
     if (home / LIST_NAME).is_file():
         home = _only_one(home)
     saved, weights = read_config(home), read_weights(home)
-    _check_keys(weights, home)
+    _check_keys(weights, home, may_be_empty=saved.config.needs_processor)
     return AdapterSummary(
         folder=home,
         saved=saved,
@@ -76,9 +76,9 @@ def _only_one(home: Path) -> Path:
     return home / names[0]
 
 
-def _check_keys(weights: dict[str, torch.Tensor], home: Path) -> None:
+def _check_keys(weights: dict[str, torch.Tensor], home: Path, *, may_be_empty: bool) -> None:
     foreign = sorted(key for key in weights if not KEY.fullmatch(key))
-    if foreign or not weights:
+    if foreign or not (weights or may_be_empty):
         raise ValueError(
             f"{home / WEIGHTS_NAME} is not of an mmpreproj adapter: it holds {foreign[:3] or 'no weights'}, expected "
             f"keys such as transformer_blocks.0.attn.{CHILD}.content_skip.shared.map.weight"
@@ -87,11 +87,15 @@ def _check_keys(weights: dict[str, torch.Tensor], home: Path) -> None:
 
 def _profile(weights: dict[str, torch.Tensor], saved: SavedAdapter) -> Profile:
     norms: dict[str, dict] = {}
+    gains: dict[str, dict] = {}
     for key, weight in weights.items():
         path, _, rest = key.partition(f".{CHILD}.")
         part, name, tail = rest.split(".", 2)
-        column, wanted = PARTS[part]
         site = norms.setdefault(path, {"down": {}, "skip": {}})
+        if part == "rotary_gain":
+            gains.setdefault(path, {})[name] = float(weight.float().abs().mean())
+            continue
+        column, wanted = PARTS[part]
         if tail == wanted:
             site[column][name] = float(torch.linalg.vector_norm(weight.float()))
     unknown: dict[str, dict] = {"down": {}, "skip": {}}
@@ -99,4 +103,4 @@ def _profile(weights: dict[str, torch.Tensor], saved: SavedAdapter) -> Profile:
     rows = [
         row for path in paths for row in rows_from_norms(path, norms[path], saved.initial_norms.get(path, unknown))
     ]
-    return Profile(tuple(rows))
+    return Profile(tuple(rows), tuple(row for path in paths for row in rows_from_gains(path, gains.get(path, {}))))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.lifecycle import patch
-from mmpreproj.patching.lookup import adapters, is_patched
+from mmpreproj.patching.lookup import adapters, family_of, is_patched
+from mmpreproj.patching.positioning import settle_positions
 from mmpreproj.patching.report import report
 from mmpreproj.patching.storage import adapter_config
 from mmpreproj.pipelines.latents import largest_side
@@ -36,7 +38,6 @@ def prepare_pipeline(config: TrainConfig, reporter: Reporter) -> PreProjSD3Pipel
             f"data.resolution: {config.data.resolution} pixels cannot be cut into patches; this model takes multiples "
             f"of {multiple}"
         )
-    _check_positions(pipeline, config)
     if config.adapter is None and is_patched(pipeline.transformer):
         raise ConfigError(
             f"adapter: null trains a stock model, but the model in {config.model} carries an adapter; give the "
@@ -44,10 +45,11 @@ def prepare_pipeline(config: TrainConfig, reporter: Reporter) -> PreProjSD3Pipel
         )
     if config.adapter is not None:
         _check_strength(pipeline, config)
-        continued = _patch_or_continue(pipeline, config)
+        continued = _patch_or_continue(pipeline, config, config.adapter)
         if continued:
             reporter.say(f"training on the adapter that the model in {config.model} carries")
         reporter.say(str(report(pipeline.transformer)).splitlines()[0])
+    _check_positions(pipeline, config)
     return pipeline
 
 
@@ -68,10 +70,11 @@ def _check_strength(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
             raise ConfigError(f"adapter: of the model in {config.model}: {error}, and save the model") from error
 
 
-def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> bool:
+def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig, adapter: PreProjConfig) -> bool:
     """Patch the transformer, or keep the adapter it carries; tell whether it carried one."""
     if not is_patched(pipeline.transformer):
-        patch(pipeline.transformer, config.adapter)
+        _check_absolute(config, adapter)
+        patch(pipeline.transformer, adapter)
         return False
     names = adapters(pipeline.transformer)
     if len(names) > 1:
@@ -82,9 +85,19 @@ def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> boo
         )
     (name,) = names
     found = adapter_config(pipeline.transformer, name)
-    if found != config.adapter:
+    if found != settle_positions(pipeline.transformer, adapter, family_of(pipeline.transformer)):
         raise ConfigError(
             f"adapter: the model in {config.model} carries an adapter already, made with {found}; to train it on, "
             "give the same settings, to start anew, name the base without it"
         )
     return True
+
+
+def _check_absolute(config: TrainConfig, adapter: PreProjConfig) -> None:
+    """Refuse to take from a frozen base the positions that it was trained with."""
+    removed = adapter.positions is not None and adapter.positions.absolute == "remove"
+    if config.mode == "probe" and removed:
+        raise ConfigError(
+            "adapter.positions.absolute: 'remove' takes from the base the positions that it was trained with, and "
+            "mode 'probe' leaves the base as it is; set absolute: keep, or mode: full"
+        )

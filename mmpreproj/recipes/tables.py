@@ -15,7 +15,7 @@ def print_summary(summary: AdapterSummary, console: Console | None = None) -> No
     console = console or Console()
     saved, base = summary.saved, summary.saved.base
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    blocks = sorted({row.block for row in summary.profile})
+    blocks = sorted({row.block for row in summary.profile.rows} | {row.block for row in summary.profile.gains})
     for label, value in (
         ("adapter", str(summary.folder)),
         ("base", str(base).replace(" of width", ", width")),
@@ -27,7 +27,10 @@ def print_summary(summary: AdapterSummary, console: Console | None = None) -> No
     ):
         facts.add_row(label, Text(value))
     console.print(facts, highlight=False)
-    console.print(profile_table(summary.profile), highlight=False)
+    if summary.profile.rows:
+        console.print(profile_table(summary.profile), highlight=False)
+    if summary.profile.gains:
+        console.print(gain_table(summary.profile), highlight=False)
 
 
 def profile_table(profile: Profile) -> Table:
@@ -36,4 +39,12 @@ def profile_table(profile: Profile) -> Table:
     for row in profile:
         skip, down = format_norm(row.skip, row.skip_initial), format_norm(row.down, row.down_initial)
         table.add_row(str(row.block), row.attention, row.weights, skip, down)
+    return table
+
+
+def gain_table(profile: Profile) -> Table:
+    """Build a table of the rotary gains."""
+    table = Table("block", "attention", "stream", "mean |gain|", title="rotary gains")
+    for row in profile.gains:
+        table.add_row(str(row.block), row.attention, row.stream, format_norm(row.gain, None))
     return table

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from mmpreproj.core.flow import interpolate, spread_sigmas, velocity
 from mmpreproj.data.encoding import EncodedPictures
+from mmpreproj.training.objective import attention_kwargs
 
 
 class HeldOutLoss:
@@ -55,6 +56,9 @@ class HeldOutLoss:
             encoder_hidden_states=torch.stack([item["tokens"] for item in batch]).to(device),
             pooled_projections=torch.stack([item["pooled"] for item in batch]).to(device),
             timestep=sigmas * self.timesteps,
+            joint_attention_kwargs=attention_kwargs(
+                transformer, torch.stack([item["mask"] for item in batch]).to(device)
+            ),
             return_dict=False,
         )[0]
         return (predicted.float() - velocity(clean, noise)).square().cpu().double().sum()

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from mmpreproj.core.flow import interpolate, shift_sigmas, velocity
 from mmpreproj.data.encoding import TextEmbeddings
+from mmpreproj.patching.positioning import masks_padding
+from mmpreproj.patching.root import MASK
 from mmpreproj.training.config import FlowConfig
 
 
@@ -42,16 +44,20 @@ class FlowObjective:
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, transformer: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Compute the loss of a batch of latents `[B, C, h, w]`, tokens `[B, L, D]` and pooled `[B, P]`."""
+        """Compute the loss of a batch.
+
+        It has latents `[B, C, h, w]`, and of the captions tokens `[B, L, D]`, pooled `[B, P]` and mask `[B, L]`.
+        """
         clean = batch["latents"]
         noise = torch.randn(clean.shape, generator=self.generator).to(clean.device)
         sigmas = self.draw_sigmas(len(clean)).to(clean.device)  # [B]
-        tokens, pooled = self.drop_captions(batch["tokens"], batch["pooled"])
+        tokens, pooled, mask = self.drop_captions(batch["tokens"], batch["pooled"], batch["mask"])
         predicted = transformer(
             hidden_states=interpolate(clean, noise, sigmas),
             encoder_hidden_states=tokens,
             pooled_projections=pooled,
             timestep=sigmas * self.timesteps,
+            joint_attention_kwargs=attention_kwargs(transformer, mask),
             return_dict=False,
         )[0]
         return F.mse_loss(predicted.float(), velocity(clean, noise))
@@ -63,9 +69,15 @@ class FlowObjective:
         )
         return shift_sigmas(uniform, self.shift)
 
-    def drop_captions(self, tokens: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
-        """Replace a random share of captions `[B, L, D]`, `[B, P]` by the empty prompt."""
+    def drop_captions(self, tokens: Tensor, pooled: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Replace a random share of captions `[B, L, D]`, `[B, P]`, `[B, L]` by the empty prompt."""
         dropped = (torch.rand(len(tokens), generator=self.generator) < self.caption_dropout).to(tokens.device)  # [B]
         tokens = torch.where(dropped[:, None, None], self.empty.tokens.to(tokens), tokens)  # [B, L, D]
         pooled = torch.where(dropped[:, None], self.empty.pooled.to(pooled), pooled)  # [B, P]
-        return tokens, pooled
+        mask = torch.where(dropped[:, None], self.empty.mask.to(mask), mask)  # [B, L]
+        return tokens, pooled, mask
+
+
+def attention_kwargs(transformer: nn.Module, mask: Tensor) -> dict[str, Tensor] | None:
+    """Give joint attention the mask of a text `[B, L]` if the transformer's adapter masks padding."""
+    return {MASK: mask} if masks_padding(transformer) else None

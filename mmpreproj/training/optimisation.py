@@ -22,7 +22,8 @@ def select_trainable(transformer: nn.Module, mode: Literal["probe", "full"]) -> 
 
     Raises:
         ValueError: in mode `probe`, if the transformer carries no adapter; in any, if it carries several, or has lost
-            one that was put on it, or one that `check_strength` refuses.
+            one that was put on it, or one that `check_strength` refuses; in mode `probe`, if the adapter has no
+            weights.
     """
     check_intact(transformer)
     names = adapters(transformer)
@@ -38,10 +39,15 @@ def select_trainable(transformer: nn.Module, mode: Literal["probe", "full"]) -> 
             f"mode 'probe' trains an adapter, but this {type(transformer).__name__} is not patched; call "
             "mmpreproj.patch(transformer, config) first"
         )
+    added = list(parameters(transformer)) if names else []
+    if mode == "probe" and not added:
+        raise ValueError(
+            "mode 'probe' trains an adapter, but this one has no weights: pre_projection and skip are off and its "
+            "positions are whole from the start; set positions.start: identity, or mode: full"
+        )
     transformer.requires_grad_(mode == "full")
-    if mode == "probe":
-        for parameter in parameters(transformer):
-            parameter.requires_grad_(True)
+    for parameter in added:
+        parameter.requires_grad_(True)
     cast_training_params(transformer, dtype=torch.float32)
 
 

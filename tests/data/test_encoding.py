@@ -42,6 +42,9 @@ class LetterEncoder:
         tokens = torch.tensor([[ord(letter) for letter in text.ljust(12)] for text in prompt]).float()
         return tokens[..., None], None, tokens.sum(dim=1, keepdim=True), None
 
+    def encode_prompt_mask(self, prompt, *, max_sequence_length):
+        return torch.tensor([[place < len(text) for place in range(12)] for text in prompt])
+
 
 def spell(row):
     return "".join(chr(int(code)) for code in row.flatten()).rstrip()

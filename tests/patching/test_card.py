@@ -10,7 +10,7 @@ from PIL import Image
 import mmpreproj
 from mmpreproj import PreProjConfig
 from mmpreproj.patching.card import draw_profile
-from mmpreproj.patching.profile import Profile, ProfileRow
+from mmpreproj.patching.profile import GainRow, Profile, ProfileRow
 
 BAR = (0x2B, 0x5D, 0x8C)
 
@@ -88,3 +88,11 @@ def test_the_profile_draws_higher_bars_for_larger_norms(tmp_path):
 def test_profiles_of_every_kind_of_adapter_can_be_drawn(tmp_path, rows):
     draw_profile(Profile(rows), tmp_path / "profile.png")
     assert count(tmp_path / "profile.png", (0x2B, 0x5D, 0x8C)) > 100
+
+
+@pytest.mark.parametrize("rows", [(), (row(0), row(1))])
+def test_gains_are_drawn_beside_the_norms_or_alone(tmp_path, rows):
+    gains = tuple(GainRow(0, "attn", stream, size) for stream, size in (("image", 0.4), ("text", 0.1)))
+    draw_profile(Profile(rows, gains), tmp_path / "profile.png")
+    assert Image.open(tmp_path / "profile.png").width == (1350 if rows else 450)
+    assert count(tmp_path / "profile.png", BAR) > 100

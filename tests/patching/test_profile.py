@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import mmpreproj
-from mmpreproj import PreProjConfig
+from mmpreproj import Positions, PreProjConfig
 
 
 def norm(model: torch.nn.Module, key: str) -> float:
@@ -66,6 +66,21 @@ def test_table_shows_each_row_with_its_start(transformer):
         assert line.split()[:3] == [str(row.block), row.attention, row.weights]
         assert f"{row.skip:.4f} (from {row.skip_initial:.4f})" in line
         assert f"{row.down:.4f} (from {row.down_initial:.4f})" in line
+
+
+def test_gains_are_their_mean_size_over_heads(transformer, shake):
+    mmpreproj.patch(transformer, PreProjConfig(positions=Positions()))
+    profile = mmpreproj.profile(transformer)
+    assert {row.gain for row in profile.gains} == {0.0}
+    shake(transformer)
+    expected = {
+        (name.split(".")[1], name.split(".")[2], name.split(".")[-2]): float(gain.abs().mean())
+        for name, gain in mmpreproj.named_parameters(transformer)
+        if name.endswith(".gain")
+    }
+    found = {(str(row.block), row.attention, row.stream): row.gain for row in mmpreproj.profile(transformer).gains}
+    assert found == pytest.approx(expected)
+    assert "mean |gain|" in str(profile)
 
 
 def test_table_shows_what_is_missing_as_a_dash(make_transformer):

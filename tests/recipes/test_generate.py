@@ -148,6 +148,16 @@ def test_a_size_beyond_the_models_positions_is_refused_with_the_largest(pipeline
         generate(pipeline, ["x"], Sampling(steps=1, size=largest + 2))
 
 
+def test_rotary_positions_have_no_end(pipeline):
+    positions = mmpreproj.Positions(absolute="remove", start="full")
+    mmpreproj.patch(pipeline.transformer, mmpreproj.PreProjConfig(positions=positions), name="rope")
+    beyond = pipeline.transformer.config.pos_embed_max_size * pipeline.transformer.config.patch_size + 4
+    assert generate(pipeline, ["x"], Sampling(steps=1, size=beyond))[0][1][0].size == (beyond, beyond)
+    mmpreproj.set_scale(pipeline.transformer, {"rope": 0.5})
+    with pytest.raises(ValueError, match="more than this model has positions for"):
+        generate(pipeline, ["x"], Sampling(steps=1, size=beyond))
+
+
 @pytest.mark.parametrize("name", ["steps", "count"])
 def test_fewer_than_one_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):

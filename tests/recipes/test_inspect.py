@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import mmpreproj
 from mmpreproj.patching.config import PreProjConfig
+from mmpreproj.patching.positions import Positions
 from mmpreproj.recipes.inspect import inspect_adapter
 from mmpreproj.recipes.tables import print_summary
 
@@ -39,6 +40,10 @@ def test_the_profile_is_that_of_the_model(trained):
         PreProjConfig(skip=False, blocks={"last": 1}),
         PreProjConfig(pre_projection=False),
         PreProjConfig(dual_attention=False, init="zero"),
+        PreProjConfig(blocks=[1], positions=Positions()),
+        PreProjConfig(pre_projection=False, skip=False, positions=Positions(text="none")),
+        PreProjConfig(pre_projection=False, skip=False, positions=Positions(start="full")),
+        PreProjConfig(pre_projection=False, skip=False, mask_padding=True),
     ],
 )
 def test_every_kind_of_adapter_is_read_in_the_order_of_the_blocks(make_transformer, shake, tmp_path, config):

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 
 import mmpreproj
 from mmpreproj.patching.config import PreProjConfig
+from mmpreproj.patching.storage import adapter_config
 from mmpreproj.pipelines import PreProjSD3Pipeline
 from mmpreproj.recipes.train import run_training
 from mmpreproj.training.checkpoints import checkpoints
@@ -341,6 +343,48 @@ def test_a_run_never_replaces_the_model_it_trains_from(run, make_config, trained
 def test_more_pixels_than_the_model_has_positions_for_are_refused_before_encoding(run, make_config):
     with pytest.raises(ConfigError, match=r"data\.resolution: 64 pixels are more than .* it takes 16 at most"):
         run(make_config(data={"resolution": 64}))
+
+
+# --- positions -------------------------------------------------------------------------------------------------------
+
+ROPE = {"positions": {"absolute": "remove", "start": "full", "scaling": "linear"}}
+
+
+def test_a_model_without_absolute_positions_is_trained_on_larger_pictures_saved_and_trained_on(
+    run, make_config, tmp_path
+):
+    first, _ = run(make_config(mode="full", adapter=ROPE, data={"resolution": 32}))
+    config = adapter_config(first.pipeline.transformer, "default")
+    assert config.positions.base_size == 4
+    settings = {"model": str(first.saved), "output": tmp_path / "on", "mode": "full", "data": {"resolution": 32}}
+    second, messages = run(make_config(adapter=ROPE, **settings))
+    assert "training on the adapter that the model" in messages
+    assert second.history[0].held_out is None or math.isfinite(second.history[0].held_out)
+
+
+def test_a_frozen_base_keeps_its_positions(run, make_config):
+    with pytest.raises(ConfigError, match=r"adapter\.positions\.absolute: 'remove' takes from the base .* mode: full"):
+        run(make_config(adapter=ROPE))
+
+
+def test_learned_positions_are_trained_alone_on_a_frozen_base(run, make_config, base):
+    adapter = {"pre_projection": False, "skip": False, "positions": {}}
+    done, _ = run(make_config(adapter=adapter))
+    gains = dict(mmpreproj.named_parameters(done.pipeline.transformer))
+    assert gains and all(name.endswith(".gain") and bool((gain != 0).all()) for name, gain in gains.items())
+
+
+def test_an_adapter_without_weights_cannot_be_trained_alone(run, make_config):
+    adapter = {"pre_projection": False, "skip": False, "positions": {"start": "full"}}
+    with pytest.raises(ValueError, match=r"this one has no weights.*positions\.start: identity, or mode: full"):
+        run(make_config(adapter=adapter))
+
+
+def test_a_wrong_position_is_named(make_config):
+    with pytest.raises(ValueError, match=r"positions\.text must be one of '1d', 'none', 'diagonal'; got '2d'"):
+        make_config(adapter={"positions": {"text": "2d"}})
+    with pytest.raises(ValueError, match=r"positions has no field 'txt'; did you mean 'text'\?"):
+        make_config(adapter={"positions": {"txt": "1d"}})
 
 
 # --- several adapters ------------------------------------------------------------------------------------------------

@@ -25,9 +25,11 @@ def make_pictures() -> Callable[..., EncodedPictures]:
         return EncodedPictures(
             latents=draw(count, 4, 8, 8),
             captions=tuple(f"caption {index}" for index in range(count)),
-            text=TextEmbeddings(draw(count, 5, 24), draw(count, 20)),
+            text=TextEmbeddings(
+                draw(count, 5, 24), draw(count, 20), torch.arange(5) < 1 + torch.arange(count)[:, None]
+            ),
             text_index=torch.arange(count),
-            empty=TextEmbeddings(draw(1, 5, 24), draw(1, 20)),
+            empty=TextEmbeddings(draw(1, 5, 24), draw(1, 20), torch.arange(5)[None] < 2),
         )
 
     return make

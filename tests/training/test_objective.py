@@ -7,6 +7,7 @@ import torch
 
 import mmpreproj
 from mmpreproj.training.config import FlowConfig
+from mmpreproj.training.held_out import HeldOutLoss
 from mmpreproj.training.objective import FlowObjective
 
 
@@ -77,7 +78,8 @@ def test_an_oracle_of_noise_minus_picture_has_no_loss(make_objective, batch, spy
 
 
 def test_the_noise_is_standard_normal_and_new_in_every_call(make_objective, spy):
-    blank = {"latents": torch.zeros(64, 4, 8, 8), "tokens": torch.zeros(64, 5, 24), "pooled": torch.zeros(64, 20)}
+    text = {"tokens": torch.zeros(64, 5, 24), "pooled": torch.zeros(64, 20), "mask": torch.ones(64, 5) > 0}
+    blank = {"latents": torch.zeros(64, 4, 8, 8), **text}
     seen = spy(lambda hidden_states, **rest: torch.zeros_like(hidden_states))
     objective = make_objective()
     objective(seen, blank)
@@ -115,26 +117,29 @@ def test_the_configurations_shift_goes_before_the_schedulers(make_pictures, make
 
 @pytest.mark.parametrize("share", [0.25, 0.9])
 def test_captions_are_dropped_in_the_given_share(make_objective, share):
-    tokens, pooled = torch.zeros(4000, 5, 24), torch.zeros(4000, 20)
-    kept_tokens, kept_pooled = make_objective(caption_dropout=share).drop_captions(tokens, pooled)
+    tokens, pooled, mask = torch.zeros(4000, 5, 24), torch.zeros(4000, 20), torch.zeros(4000, 5, dtype=torch.bool)
+    kept_tokens, kept_pooled, kept_mask = make_objective(caption_dropout=share).drop_captions(tokens, pooled, mask)
     dropped = (kept_tokens != 0).flatten(1).any(dim=1)
     assert torch.equal(dropped, (kept_pooled != 0).any(dim=1))
+    assert torch.equal(dropped, kept_mask.any(dim=1))
     assert float(dropped.float().mean()) == pytest.approx(share, abs=0.03)
 
 
-def test_dropped_captions_become_the_empty_prompt_in_tokens_and_pooled(make_objective, batch):
+def test_dropped_captions_become_the_empty_prompt_in_every_part(make_objective, batch):
     objective = make_objective(caption_dropout=1.0)
-    tokens, pooled = objective.drop_captions(batch["tokens"], batch["pooled"])
+    tokens, pooled, mask = objective.drop_captions(batch["tokens"], batch["pooled"], batch["mask"])
     assert torch.equal(tokens, objective.empty.tokens.expand(6, -1, -1))
     assert torch.equal(pooled, objective.empty.pooled.expand(6, -1))
+    assert torch.equal(mask, objective.empty.mask.expand(6, -1))
 
 
 def test_no_caption_is_dropped_at_a_share_of_zero(make_objective, batch):
     objective = make_objective(caption_dropout=0.0)
     for _ in range(50):
-        tokens, pooled = objective.drop_captions(batch["tokens"], batch["pooled"])
+        tokens, pooled, mask = objective.drop_captions(batch["tokens"], batch["pooled"], batch["mask"])
         assert torch.equal(tokens, batch["tokens"])
         assert torch.equal(pooled, batch["pooled"])
+        assert torch.equal(mask, batch["mask"])
 
 
 def test_the_model_is_given_what_is_left_of_the_captions(make_objective, batch, spy):
@@ -155,3 +160,41 @@ def test_randomness_comes_from_the_seed_alone(make_objective, batch, spy):
     torch.manual_seed(2)
     assert torch.equal(make_objective(caption_dropout=0.5)(zero, batch), first)
     assert not torch.equal(make_objective(caption_dropout=0.5, seed=4)(zero, batch), first)
+
+
+def spoil_padding(pictures):
+    """Change the embeddings of padding, and of nothing else."""
+    for text in (pictures.text, pictures.empty):
+        text.tokens[~text.mask] += 3.0
+
+
+@pytest.mark.parametrize("mask_padding", [True, False])
+def test_both_losses_depend_on_padding_unless_the_adapter_masks_it(
+    make_transformer, make_pictures, make_objective, shake, mask_padding
+):
+    transformer = make_transformer()
+    mmpreproj.patch(transformer, mmpreproj.PreProjConfig(mask_padding=mask_padding))
+    shake(transformer)
+
+    def losses(pictures):
+        items = [pictures[index] for index in range(6)]
+        batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+        objective = make_objective(caption_dropout=0.5)
+        objective.empty = pictures.empty
+        return objective(transformer, batch).item(), HeldOutLoss(pictures)(transformer)
+
+    clean, spoiled = make_pictures(6), make_pictures(6)
+    spoil_padding(spoiled)
+    unmoved = [
+        one == pytest.approx(other, rel=1e-6) for one, other in zip(losses(clean), losses(spoiled), strict=True)
+    ]
+    assert unmoved == [mask_padding, mask_padding]
+
+
+def test_an_adapter_that_does_not_act_masks_nothing(make_transformer, make_objective, batch):
+    bare, patched = make_transformer(), make_transformer()
+    mmpreproj.patch(patched, mmpreproj.PreProjConfig(mask_padding=True))
+    with mmpreproj.disabled(patched):
+        assert make_objective()(patched, batch).item() == make_objective()(bare, batch).item()
+    mmpreproj.set_scale(patched, 0.0)
+    assert make_objective()(patched, batch).item() == make_objective()(bare, batch).item()
