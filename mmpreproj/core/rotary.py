@@ -10,7 +10,7 @@ Source: arXiv 2104.09864 (RoPE), section 3.2; scalings as stated at `axis_angles
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -89,30 +89,37 @@ def axis_angles(
     - `"ntk"`: `theta` becomes `theta · s^(width / (width - 2))`; the fastest frequency stays, the slowest is divided
       by s, and so lies within the base's angles.
     - `"yarn"`: frequencies of less than one turn over the base are divided by s, those of more than 32 stay, in
-      between a ramp; see also `temperature`.
+      between a ramp; see also `temperature`. The bounds are the paper's, for texts: on a base of 64 patches the
+      fastest frequency makes 10 turns and is divided by s for 70 %, so that this lies close to `"linear"`.
 
     Source: linear, arXiv 2306.15595, there with `s = count / base`, by which the last patch would lie beyond the
     base's last; ntk and yarn, arXiv 2309.00071, sections 3.1 and 3.2.
+
+    Raises:
+        ValueError: if a scaling is asked for without a base of at least 2, or `"ntk"` with a width below 4.
     """
     speeds = frequencies(width, theta=theta, device=device)  # [width/2]
-    if scaling == "none" or base is None:
-        stretch, middle = torch.ones((), device=device), (count + 1) // 2
+    if scaling == "ntk" and width < 4:
+        raise ValueError(f"scaling 'ntk' needs a width of at least 4 channels along an axis; got {width}")
+    if scaling == "none":
+        stretch, middle = torch.ones((), dtype=torch.float32, device=device), (count + 1) // 2
     else:
-        stretch, middle = _stretch(count, base, device), (min(count, base) + 1) // 2
+        stretch, base = _stretch(count, base, device), cast(int, base)
+        middle = (min(count, base) + 1) // 2
     places = torch.arange(count, dtype=torch.float32, device=device) - stretch * middle  # [count]
     if scaling == "linear":
         places = places / stretch
     elif scaling == "ntk":
         index = torch.arange(0, width, 2, dtype=torch.float32, device=device)
         speeds = speeds * stretch ** (-index / (width - 2))
-    elif scaling == "yarn" and base is not None:
-        turns = base * speeds / (2 * math.pi)
+    elif scaling == "yarn":
+        turns = cast(int, base) * speeds / (2 * math.pi)
         stays = ((turns - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS)).clamp(0, 1)
         speeds = torch.lerp(speeds / stretch, speeds, stays)
     return places[:, None] * speeds  # [count, width/2]
 
 
-def temperature(rows: int, columns: int, *, base: int, device: torch.device | None = None) -> Tensor:
+def temperature(rows: int, columns: int, *, base: int | None, device: torch.device | None = None) -> Tensor:
     """Return YaRN's factor `[]` on an image's queries and keys, `0.1 · ln s + 1`, s the geometric mean of both axes'.
 
     Source: arXiv 2309.00071, section 3.4.
@@ -123,17 +130,21 @@ def temperature(rows: int, columns: int, *, base: int, device: torch.device | No
 def rotate(tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs of queries or keys `[B, N, H, D]` by angles given as cosine and sine `[N, H or 1, D/2]`.
 
-    Computed in float32, given back in the dtype of the tokens.
+    Computed in float32, or in the tokens' float64, and given back in their dtype.
     """
-    pairs = tokens.float().unflatten(-1, (-1, 2))  # [B, N, H, D/2, 2]
+    wide = torch.promote_types(tokens.dtype, torch.float32)
+    pairs = tokens.to(wide).unflatten(-1, (-1, 2))  # [B, N, H, D/2, 2]
+    cos, sin = cos.to(wide), sin.to(wide)
     if torch.compiler.is_compiling():  # the compiler fuses real arithmetic, and has no code for complex numbers
         even, odd = pairs.unbind(-1)
         turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
     else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin))
     return turned.flatten(-2).to(tokens.dtype)  # [B, N, H, D]
 
 
-def _stretch(count: int, base: int, device: torch.device | None) -> Tensor:
+def _stretch(count: int, base: int | None, device: torch.device | None) -> Tensor:
     """Return how many times the base an axis spans, from first patch to last; at least 1."""
+    if base is None or base < 2:
+        raise ValueError(f"a scaling needs a base of at least 2 patches along an axis; got {base}")
     return torch.full((), (count - 1) / (base - 1), dtype=torch.float32, device=device).clamp(min=1)

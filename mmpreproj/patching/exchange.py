@@ -90,7 +90,8 @@ def _alike(old: AttentionAdapter, new: AttentionAdapter) -> bool:
 
 def replace_modules(model: nn.Module, built: BuiltAdapter, *, name: str) -> None:
     """Put a built adapter in the place of the one that has its name."""
-    trained = any(parameter.requires_grad for parameter in parameters(model, name))
+    flags = [parameter.requires_grad for parameter in parameters(model, name)]
+    trained = any(flags) or not flags
     old = {block_of(path): adapter for path, adapter in named_adapters(model, name)}
     fallback = next(iter(old.values()))
     for path, (_, _, adapter) in built.sites.items():

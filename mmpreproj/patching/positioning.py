@@ -13,7 +13,7 @@ from torch import nn
 
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import Family, PositionSeam
-from mmpreproj.patching.lookup import attention_sites, named_adapters, root_adapters
+from mmpreproj.patching.lookup import attention_sites, block_of, named_adapters, root_adapters
 from mmpreproj.patching.offloading import offloaded_to, placement
 from mmpreproj.patching.positions import Positions
 from mmpreproj.patching.processor import is_ours, put_processor, restore_processor
@@ -79,12 +79,12 @@ def remove_positions(model: nn.Module, name: str) -> None:
 
 
 def follow_attentions(model: nn.Module, name: str) -> None:
-    """Give an adapter's part at the model the switch of its parts at the attentions, and the mean of their scales."""
-    members = [adapter for _, adapter in named_adapters(model, name)]
+    """Give an adapter's part at the model the switch of the others, and the mean of its blocks' scales."""
+    members = {block_of(path): adapter for path, adapter in named_adapters(model, name)}
     for root in root_adapters(model, name) if members else ():
-        root.scale.set(sum(adapter.scale.factor for adapter in members) / len(members))
-        root.enabled = any(adapter.enabled for adapter in members)
-        root.suspended = min(adapter.suspended for adapter in members)
+        root.scale.set(sum(adapter.scale.factor for adapter in members.values()) / len(members))
+        root.enabled = any(adapter.enabled for adapter in members.values())
+        root.suspended = min(adapter.suspended for adapter in members.values())
 
 
 def masks_padding(model: nn.Module) -> bool:

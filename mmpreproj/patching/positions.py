@@ -49,6 +49,8 @@ class Positions:
         check_choice("positions.image", self.image, ("2d", "none"))
         check_choice("positions.absolute", self.absolute, ("keep", "remove"))
         object.__setattr__(self, "theta", positive_number("positions.theta", self.theta))
+        if self.theta <= 1:
+            raise ValueError(f"positions.theta must be above 1, so that frequencies fall; got {self.theta!r}")
         check_choice("positions.start", self.start, ("identity", "full"))
         check_choice("positions.scaling", self.scaling, ("none", "linear", "ntk", "yarn"))
         if self.base_size is not None and (isinstance(self.base_size, bool) or not isinstance(self.base_size, int)):

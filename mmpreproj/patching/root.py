@@ -60,8 +60,9 @@ class RootAdapter(nn.Module):
 
     def forward(self, stock: Tensor, bare: Tensor) -> Tensor:
         """Go from patches with absolute positions `[B, N, D]` to those without, by the scale; exact at 0 and at 1."""
-        weight = self.scale(torch.ones_like(stock[:1, :1, :1], dtype=torch.float32))
-        return torch.lerp(stock.float(), bare.float(), weight).to(stock.dtype)
+        wide = torch.promote_types(stock.dtype, torch.float32)
+        weight = self.scale(torch.ones_like(stock[:1, :1, :1], dtype=wide))
+        return torch.lerp(stock.to(wide), bare.to(wide), weight).to(stock.dtype)
 
 
 class RootLayer(nn.Module):

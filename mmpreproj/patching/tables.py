@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mmpreproj.core.rotary import diagonal_angles, diagonal_start, grid_angles, temperature, text_angles
 from mmpreproj.patching.positions import Positions
 
-KEPT = 32  # sizes in one process: a table of 4,096 patches with heads of 64 takes 0.5 MiB
+KEPT = 64  # tables in one process: one of 4,096 patches with heads of 64 takes 0.5 MiB
 
 
 class Grid(NamedTuple):
@@ -34,7 +36,7 @@ class RotaryTables(NamedTuple):
 
 
 def rotary_tables(positions: Positions, grid: Grid, *, head_width: int, device: torch.device) -> RotaryTables:
-    """Return the tables of a size, from the last sizes where it is among them.
+    """Return the tables of a size; those made last are kept.
 
     Args:
         positions: with `base_size` set where there is a scaling.
@@ -42,37 +44,31 @@ def rotary_tables(positions: Positions, grid: Grid, *, head_width: int, device: 
         head_width: D.
         device: where the tables are.
     """
-    if torch.compiler.is_compiling():  # a graph computes its own, or it would be compiled anew for every size
-        return _make(positions, grid, head_width, device)
-    return _kept(positions, grid, head_width, device)
-
-
-def _make(positions: Positions, grid: Grid, head_width: int, device: torch.device) -> RotaryTables:
+    # A graph computes its own, or it would be compiled anew for every size; and what a dispatch mode such as
+    # FakeTensorMode makes must not be kept for those outside of it.
+    alone = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    make = _made if alone else _kept
     rows, columns, length = grid
     base = positions.base_size if positions.scaling != "none" else None
+    heads: dict[str, Any] = {"width": head_width, "theta": positions.theta, "device": device}
     image, text, factor = None, None, None
     if positions.image == "2d":
-        image = grid_angles(
-            rows,
-            columns,
-            width=head_width,
-            theta=positions.theta,
-            scaling=positions.scaling,
-            base=base,
-            device=device,
-        )
-        if positions.scaling == "yarn" and base is not None:
-            factor = temperature(rows, columns, base=base, device=device)
+        image = make(grid_angles, rows, columns, scaling=positions.scaling, base=base, **heads)
     if positions.text == "1d":
-        text = text_angles(length, width=head_width, theta=positions.theta, device=device)
+        text = make(text_angles, length, **heads)
     elif positions.text == "diagonal":
-        start = diagonal_start(rows, columns, base=base)
-        text = diagonal_angles(length, start=start, width=head_width, theta=positions.theta, device=device)
+        text = make(diagonal_angles, length, start=diagonal_start(rows, columns, base=base), **heads)
+    if positions.scaling == "yarn":
+        factor = make(temperature, rows, columns, base=base, device=device)
     return RotaryTables(image, text, factor)
 
 
+def _made(make: Callable[..., Tensor], *sizes: int, **settings: Any) -> Tensor:
+    return make(*sizes, **settings)
+
+
 @lru_cache(maxsize=KEPT)
-def _kept(positions: Positions, grid: Grid, head_width: int, device: torch.device) -> RotaryTables:
-    # Made as ordinary tensors, whoever asks first: a table made in inference mode could never be trained through.
+def _kept(make: Callable[..., Tensor], *sizes: int, **settings: Any) -> Tensor:
+    # Made as an ordinary tensor, whoever asks first: one made in inference mode could never be trained through.
     with torch.inference_mode(False), torch.no_grad():
-        return _make(positions, grid, head_width, device)
+        return make(*sizes, **settings)
