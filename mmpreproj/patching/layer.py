@@ -52,6 +52,7 @@ class AttentionAdapter(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.needs_processor = config.needs_processor
         self.skipped = skipped
         self.enabled = True
         self.suspended = 0  # by how many `disabled` blocks
@@ -136,7 +137,7 @@ class PreProjLayer(nn.Module):
     @property
     def needs_processor(self) -> bool:
         """Whether an adapter that takes part now has positions, or masks padding."""
-        return any(adapter.config.needs_processor for adapter in self.active())
+        return any(adapter.needs_processor for adapter in self.active())
 
     def rotated(self) -> set[str]:
         """Name the streams whose queries and keys an adapter turns now."""

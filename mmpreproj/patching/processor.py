@@ -75,7 +75,7 @@ class RotaryJointAttnProcessor:
             query,
             key,
             value,
-            attn_mask=attention_mask,
+            attn_mask=None if attention_mask is None else attention_mask[:, None, None],  # [B, 1, 1, N + L]
             backend=self._attention_backend,
             parallel_config=self._parallel_config,
         )

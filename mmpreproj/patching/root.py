@@ -16,7 +16,6 @@ from mmpreproj.core.scale import Scale
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import Argument, Family, PositionSeam
 from mmpreproj.patching.hooks import CHILD, remove_hook
-from mmpreproj.patching.positions import Positions
 from mmpreproj.patching.tables import Grid, rotary_tables
 
 TABLES = "rotary_tables"
@@ -33,7 +32,9 @@ class RootAdapter(nn.Module):
 
     def __init__(self, config: PreProjConfig, *, device: torch.device | None = None) -> None:
         super().__init__()
-        self.config = config
+        # Not the config itself: a compiled graph would be bound to the object, which a swap in place replaces.
+        self.positions = config.positions
+        self.mask_padding = config.mask_padding
         self.enabled = True
         self.suspended = 0
         self.scale = Scale(device=device)
@@ -44,11 +45,6 @@ class RootAdapter(nn.Module):
         return self.enabled and not self.suspended
 
     @property
-    def positions(self) -> Positions | None:
-        """The adapter's positions, None if it has none."""
-        return self.config.positions
-
-    @property
     def removes_absolute(self) -> bool:
         """Whether the base's sin-cos table is taken out of the residual stream."""
         return self.positions is not None and self.positions.absolute == "remove"
@@ -56,7 +52,7 @@ class RootAdapter(nn.Module):
     @property
     def masks_padding(self) -> bool:
         """Whether the adapter acts, and wants attention kept from padding."""
-        return self.takes_part and self.config.mask_padding and self.scale.factor != 0
+        return self.takes_part and self.mask_padding and self.scale.factor != 0
 
     def forward(self, stock: Tensor, bare: Tensor) -> Tensor:
         """Go from patches with absolute positions `[B, N, D]` to those without, by the scale; exact at 0 and at 1."""
