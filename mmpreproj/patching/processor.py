@@ -52,7 +52,7 @@ class RotaryJointAttnProcessor:
             hidden_states: features of the image.
             encoder_hidden_states: features of the text; None in the second attention of SD3.5's blocks.
             attention_mask: `[B, N + L]`, true where a token may be attended to.
-            rotary_tables: by adapter, as the model's own pre-hook makes them.
+            rotary_tables: by adapter, packed, as the model's own pre-hook makes them.
 
         Returns:
             The image's result `[B, N, D]`, and the text's `[B, L, D]` where there is a text.
@@ -68,6 +68,7 @@ class RotaryJointAttnProcessor:
             norms = (attn.norm_added_q, attn.norm_added_k)
             text_query, text_key, text_value = self._project(encoder_hidden_states, attn, projections, norms)
             text_query, text_key = self._rotate(text_query, text_key, attn, "text", rotary_tables)
+            attention_mask = self._in_shares(attention_mask, text_query.shape[1])
             query = torch.cat([query, text_query], dim=1)  # [B, N + L, H, D/H]
             key = torch.cat([key, text_key], dim=1)
             value = torch.cat([value, text_value], dim=1)
@@ -108,7 +109,7 @@ class RotaryJointAttnProcessor:
                 "this block was called without rotary tables, which the transformer makes when it is called as a "
                 "whole: call model(…), not model.forward(…) or a block by itself"
             )
-        turning = layer.rotation(stream, tables)
+        turning = layer.rotation(stream, {name: table.unpacked() for name, table in tables.items()})
         if turning is None:
             return query, key
         cos, sin = (self._own_share(table, query.shape[1]) for table in turning)  # [N, H or 1, D/(2H)]
@@ -122,6 +123,22 @@ class RotaryJointAttnProcessor:
         anything = context.ulysses_anything or context.ring_anything
         shard = PartitionAnythingSharder.shard_anything if anything else EquipartitionSharder.shard
         return shard(table, 0, context._flattened_mesh)
+
+    def _in_shares(self, mask: Tensor | None, text_length: int) -> Tensor | None:
+        """Put a mask `[B, N + L]` in the order of keys, which under context parallelism come process by process."""
+        if mask is None or self._parallel_config is None:
+            return mask
+        context = self._parallel_config.context_parallel_config
+        if context.ring_degree > 1 or context.ulysses_anything:
+            raise ValueError(
+                "attention_mask works with plain Ulysses context parallelism only (ulysses_degree alone): diffusers' "
+                "ring, and its splits of any length, give a process no mask of the others' keys"
+            )
+        shares = context.ulysses_degree
+        text = mask[:, mask.shape[1] - shares * text_length :]
+        image = mask[:, : mask.shape[1] - text.shape[1]]
+        pairs = zip(image.chunk(shares, dim=1), text.chunk(shares, dim=1), strict=True)
+        return torch.cat([part for pair in pairs for part in pair], dim=1)
 
 
 def is_ours(attention: nn.Module) -> bool:

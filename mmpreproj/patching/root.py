@@ -100,7 +100,7 @@ def bring_positions(
     given = _read(seam.attention_kwargs, args, kwargs) or {}
     grid = Grid(latents.shape[-2] // layer.patch_size, latents.shape[-1] // layer.patch_size, text.shape[1])
     tables = {
-        name: rotary_tables(adapter.positions, grid, head_width=layer.head_width, device=latents.device)
+        name: rotary_tables(adapter.positions, grid, head_width=layer.head_width, device=latents.device).packed()
         for name, adapter in layer.active().items()
         if adapter.positions is not None
     }
@@ -168,6 +168,12 @@ def remove_absolute(embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     bare = _bare_patches(embedding, _latents(args, kwargs) if large is None else large)
     if large is not None:
         return bare
+    if output.shape != bare.shape:
+        raise RuntimeError(
+            f"the patch embedding gives {list(output.shape)} for {list(bare.shape)} patches, so another hook splits "
+            "its output before the absolute positions are removed; with context parallelism split the inputs of the "
+            "first block in cp_plan, not the output of the patch embedding"
+        )
     for adapter in removing:
         output = adapter(output, bare)
     return output

@@ -34,6 +34,17 @@ class RotaryTables(NamedTuple):
     text: Tensor | None
     temperature: Tensor | None
 
+    def packed(self) -> RotaryTables:
+        """Return the tables as whole numbers of the same bits, for the way through a model's arguments.
+
+        FSDP's mixed precision casts every floating tensor that a block is called with.
+        """
+        return RotaryTables(*(part if part is None else part.view(torch.int32) for part in self))
+
+    def unpacked(self) -> RotaryTables:
+        """Return packed tables as float32 again."""
+        return RotaryTables(*(part if part is None else part.view(torch.float32) for part in self))
+
 
 def rotary_tables(positions: Positions, grid: Grid, *, head_width: int, device: torch.device) -> RotaryTables:
     """Return the tables of a size; those made last are kept.

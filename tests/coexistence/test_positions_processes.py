@@ -266,7 +266,7 @@ def test_a_step_in_two_processes_is_the_step_in_one(folder, kind, way, tmp_path)
 
 
 def test_fsdp_in_bfloat16_computes_angles_in_float32(folder, kind):
-    """FAILS: FSDP2 casts every floating tensor that a block is called with, the tables in its arguments too."""
+    """FSDP2 casts every floating tensor that a block is called with."""
     model, inputs = build_patched(kind), batch()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -280,7 +280,7 @@ def test_fsdp_in_bfloat16_computes_angles_in_float32(folder, kind):
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_context_in_two_processes_is_the_context_in_one(folder, kind, degree, plan):
-    """FAILS for `full` with the plan by output, as `remove_absolute` then sees half of the patches."""
+    """But for a removed table, whose patches must not be split before it is removed: that is refused."""
     odd = {"height": 10, "tokens": 5} if "anything" in degree else {}
     model = build_patched(kind)
     with torch.no_grad():
@@ -288,12 +288,16 @@ def test_a_context_in_two_processes_is_the_context_in_one(folder, kind, degree, 
         mmpreproj.set_scale(model, 0.0)
         assert (model(**batch(**odd))[0] - expected).abs().max() > 1e-2
     for rank in range(WORLD):
+        if (kind, plan) == ("full", "by output"):
+            with pytest.raises(pytest.fail.Exception, match="split the inputs of the first block in cp_plan"):
+                result(folder / f"context {degree} {plan} {kind} {rank}")
+            continue
         found = result(folder / f"context {degree} {plan} {kind} {rank}")
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_masked_context_in_two_processes_is_the_one_in_one(folder, kind):
-    """FAILS: a process joins its share of image and text, and the mask is that of all of the image, then the text."""
+    """A process joins its share of image and text, so keys come process by process."""
     with torch.no_grad():
         expected = build_patched(kind)(**batch(), joint_attention_kwargs={"attention_mask": mask()})[0]
     for rank in range(WORLD):

@@ -38,7 +38,8 @@ def logits(transformer, shake) -> Callable[..., list[Tensor]]:
         with watched(transformer) as calls:
             output(transformer, picture(10, 14, 6))
         for path, call in calls.items():
-            (name, tables), *_ = call.arguments["rotary_tables"].items()
+            (name, packed), *_ = call.arguments["rotary_tables"].items()
+            tables = packed.unpacked()
             grid = tables.image.double().unflatten(0, (5, 7))
             row, column = (grid[-1, 0] - grid[0, 0]) / 4, (grid[0, -1] - grid[0, 0]) / 6
             place = (tables.text[-1] - tables.text[0]).double() / 5
@@ -46,7 +47,7 @@ def logits(transformer, shake) -> Callable[..., list[Tensor]]:
             text = tables.text.double() + places * place
             moved = tables._replace(image=image.float(), text=text.float())
             with Products() as products, torch.no_grad():
-                attentions(transformer)[path](**call.arguments | {"rotary_tables": {name: moved}})
+                attentions(transformer)[path](**call.arguments | {"rotary_tables": {name: moved.packed()}})
             ((query, key),) = products.seen
             found.append(query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1]))
         return found

@@ -349,3 +349,17 @@ def test_a_graph_makes_the_tables_of_every_size(text: Any, scaling: Any):
         assert equal(compiled(torch.zeros(size)), make(positions, *size)), size
     torch._dynamo.reset()
     assert len(graphs) <= 2, "one for the first size, one for all others"
+
+
+@pytest.mark.parametrize("positions", [Positions(), Positions(text="none", scaling="yarn", base_size=3)])
+def test_packed_tables_are_whole_numbers_of_the_same_bits(positions: Positions):
+    tables = make(positions)
+    packed = tables.packed()
+    assert not any(table.is_floating_point() for table in present(packed))
+    assert equal(packed.unpacked(), tables)
+
+
+@pytest.mark.parametrize("theta", [1.0, 0.5])
+def test_frequencies_that_do_not_fall_are_refused(theta: float):
+    with pytest.raises(ValueError, match=r"^positions\.theta must be above 1, so that frequencies fall; got"):
+        Positions(theta=theta)
