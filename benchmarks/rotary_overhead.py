@@ -3,8 +3,7 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/rotary_overhead.py --threads 1
 
 Rounds are interleaved in one process, so that what else the machine does meets every arm alike, and ratios are taken
-within a round. One thread on a CPU is timed by what it computes, anything else by the clock. Also the time to make the
-tables of a size that has not been seen, which happens once a size.
+within a round. One thread on a CPU is timed by what it computes, anything else by the clock.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import mmpreproj
 from mmpreproj import Positions, PreProjConfig
 from mmpreproj.patching.tables import Grid, rotary_tables
 
+Times = dict[str, list[float]]  # milliseconds of every round, by arm
 HEAD = 64
 ARMS: dict[str, Positions | None] = {
     "without": None,
@@ -49,14 +49,13 @@ def build(base: nn.Module, positions: Positions | None) -> nn.Module:
 
 
 class Stopwatch:
-    """Milliseconds of a call to its end."""
+    """Milliseconds of a call, to its end."""
 
     def __init__(self, device: torch.device, *, threads: int) -> None:
         self.device = device
         self.now = time.process_time if device.type == "cpu" and threads == 1 else time.perf_counter
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
-        """Time one call."""
         began = self.now()
         function(*args, **kwargs)
         if self.device.type != "cpu":
@@ -64,27 +63,21 @@ class Stopwatch:
         return 1000 * (self.now() - began)
 
 
-def measure(
-    models: dict[str, nn.Module], inputs: dict[str, Any], stopwatch: Stopwatch, *, rounds: int
-) -> dict[str, list[float]]:
+@torch.inference_mode()
+def measure(models: dict[str, nn.Module], inputs: dict[str, Any], stopwatch: Stopwatch, *, rounds: int) -> Times:
     """Run every model once a round, each round from another one on, after two rounds of warm-up."""
-    times: dict[str, list[float]] = {arm: [] for arm in models}
-    names = list(models)
-    with torch.inference_mode():
-        for index in range(-2, rounds):
-            start = index % len(names)
-            for arm in names[start:] + names[:start]:
-                taken = stopwatch(models[arm], **inputs)
-                if index >= 0:
-                    times[arm].append(taken)
-    return times
+    times: Times = {arm: [] for arm in models}
+    for index in range(-2, rounds):
+        start = index % len(models)
+        for arm in [*models][start:] + [*models][:start]:
+            times[arm].append(stopwatch(models[arm], **inputs))
+    return {arm: taken[2:] for arm, taken in times.items()}
 
 
 def summary(values: list[float], form: str) -> str:
     """Write median, quartiles and range."""
-    low, _, high = statistics.quantiles(values, n=4)
-    numbers = (statistics.median(values), low, high, min(values), max(values))
-    return "{} [{}, {}] ({} to {})".format(*(form.format(value) for value in numbers))
+    low, middle, high = statistics.quantiles(values, n=4)
+    return "{} [{}, {}] ({} to {})".format(*map(form.format, (middle, low, high, min(values), max(values))))
 
 
 def main(
@@ -99,21 +92,18 @@ def main(
 ) -> None:
     """Measure positions, and print a table for each dtype."""
     torch.set_num_threads(threads)
+    logging.set_verbosity_error()  # diffusers tells of every cast
     place, side, console = torch.device(device), math.isqrt(image_tokens), Console(width=140)
     if side * side != image_tokens or width % HEAD:
-        raise typer.BadParameter(f"--image-tokens must be a square number and --width a multiple of {HEAD}")
+        raise typer.BadParameter(f"image tokens must be a square number, and the width a multiple of {HEAD}")
     sizes = {"num_attention_heads": width // HEAD, "attention_head_dim": HEAD, "caption_projection_dim": width}
-    logging.set_verbosity_error()  # it is told of every cast
     base = SD3Transformer2DModel(sample_size=2 * side, num_layers=blocks, pos_embed_max_size=side, **sizes).eval()
     stopwatch = Stopwatch(place, threads=threads)
     for dtype in (getattr(torch, name) for name in dtypes):
         models = {arm: build(base.to(place, dtype), positions) for arm, positions in ARMS.items()}
-        inputs = {
-            "hidden_states": torch.randn(1, 16, 2 * side, 2 * side, device=place, dtype=dtype),
-            "encoder_hidden_states": torch.randn(1, text_tokens, 4096, device=place, dtype=dtype),
-            "pooled_projections": torch.randn(1, 2048, device=place, dtype=dtype),
-            "timestep": torch.full((1,), 500.0, device=place),
-        }
+        shapes = {"hidden_states": (1, 16, 2 * side, 2 * side), "timestep": (1,)}
+        shapes |= {"encoder_hidden_states": (1, text_tokens, 4096), "pooled_projections": (1, 2048)}
+        inputs = {name: torch.randn(shape, device=place, dtype=dtype) for name, shape in shapes.items()}
         times = measure(models, inputs, stopwatch, rounds=rounds)
         table = Table("positions", "ms", "ratio to the same without", title=f"{dtype}, {threads} threads, {device}")
         for arm, taken in times.items():

@@ -10,13 +10,22 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mmpreproj.patching.config import PreProjConfig
-    from mmpreproj.patching.control import disable, disabled, enable, is_enabled, scales, set_scale, thaw
+    from mmpreproj.patching.control import (
+        disable,
+        disabled,
+        enable,
+        is_enabled,
+        scales,
+        set_scale,
+        set_scaling,
+        thaw,
+    )
     from mmpreproj.patching.integrity import check_intact
     from mmpreproj.patching.lifecycle import patch, unpatch
     from mmpreproj.patching.lookup import adapters, is_patched, named_parameters, parameters
     from mmpreproj.patching.positions import Positions
     from mmpreproj.patching.profile import Profile, profile
-    from mmpreproj.patching.report import PatchReport
+    from mmpreproj.patching.report import PatchReport, report
     from mmpreproj.patching.storage import load, push_to_hub, save
 
 _HOMES = {
@@ -27,6 +36,7 @@ _HOMES = {
     "is_enabled": "patching.control",
     "scales": "patching.control",
     "set_scale": "patching.control",
+    "set_scaling": "patching.control",
     "thaw": "patching.control",
     "check_intact": "patching.integrity",
     "patch": "patching.lifecycle",
@@ -39,6 +49,7 @@ _HOMES = {
     "Profile": "patching.profile",
     "profile": "patching.profile",
     "PatchReport": "patching.report",
+    "report": "patching.report",
     "load": "patching.storage",
     "push_to_hub": "patching.storage",
     "save": "patching.storage",
@@ -63,9 +74,11 @@ __all__ = [
     "patch",
     "profile",
     "push_to_hub",
+    "report",
     "save",
     "scales",
     "set_scale",
+    "set_scaling",
     "thaw",
     "unpatch",
 ]

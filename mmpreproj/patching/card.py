@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmpreproj.patching.adapter_files import SavedAdapter, write_atomically
+from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.profile import Profile
 from mmpreproj.patching.report import PatchReport
 
@@ -23,7 +24,8 @@ def write_card(folder: Path, saved: SavedAdapter, report: PatchReport, profile: 
     card = folder / CARD_NAME
     if card.is_file() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
         return
-    write_atomically(folder / PICTURE_NAME, lambda path: draw_profile(profile, Path(path)))
+    if profile.rows or profile.gains:
+        write_atomically(folder / PICTURE_NAME, lambda path: draw_profile(profile, Path(path)))
     text = _card(saved, report, profile)
     write_atomically(card, lambda path: Path(path).write_text(text, encoding="utf-8"))
 
@@ -77,10 +79,10 @@ def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
         *front,
         MARK,
         "",
-        "# Pre-projection and content skip",
+        f"# {_title(saved.config)}",
         "",
-        f"An adapter for {where}: nonlinear features before Q/K/V, and a linear way around attention "
-        "([arXiv 2604.10791](https://arxiv.org/abs/2604.10791)).",
+        f"An adapter for {where}: pre-projection is nonlinear features before Q/K/V, content skip a linear "
+        "way around attention ([arXiv 2604.10791](https://arxiv.org/abs/2604.10791)).",
         "",
         "```python",
         "import mmpreproj",
@@ -97,16 +99,23 @@ def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
         *(f"| `{field}` | {value!r} |" for field, value in saved.config.to_dict().items()),
         f"| saved by | mmpreproj {saved.library_version} |",
         "",
-        "## Skip profile",
-        "",
-        f"![norms of W_skip and W_down per block]({PICTURE_NAME})",
-        "",
-        "```",
-        str(profile),
-        "```",
-        "",
     ]
+    if profile.rows or profile.gains:
+        picture = f"![norms of W_skip and W_down, and rotary gains, per block]({PICTURE_NAME})"
+        lines += ["## Skip profile", "", picture, "", "```", str(profile), "```", ""]
     return "\n".join(lines)
+
+
+def _title(config: PreProjConfig) -> str:
+    parts = {
+        "pre-projection": config.pre_projection,
+        "content skip": config.skip,
+        "rotary positions": config.positions is not None,
+        "padding mask": config.mask_padding,
+    }
+    *others, last = (part for part, there in parts.items() if there)
+    title = f"{', '.join(others)} and {last}" if others else last
+    return title[0].upper() + title[1:]
 
 
 def _ranges(blocks: Sequence[int]) -> str:

@@ -12,9 +12,13 @@ def positive_number(name: str, value: Any) -> float:
     """Return a finite number above 0 as a float, or refuse the value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number above 0; got {value!r} ({type(value).__name__})")
+    try:
+        value = float(value)
+    except OverflowError:
+        value = math.inf
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a finite number above 0; got {value!r}")
-    return float(value)
+    return value
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -57,7 +57,10 @@ class PreProjConfig:
         check_choice("init", self.init, ("paper", "zero"))
         object.__setattr__(self, "blocks", _canonical_blocks(self.blocks))
         if self.positions is not None and not isinstance(self.positions, Positions):
-            raise TypeError(f"positions must be a Positions or None; got {self.positions!r}")
+            raise TypeError(
+                f"positions must be a Positions(…) or None; got {self.positions!r}. Plain values are read by "
+                "PreProjConfig.from_dict"
+            )
         if not (self.pre_projection or self.skip or self.needs_processor):
             raise ValueError(
                 "pre_projection and skip are both False, and there are no positions and no mask_padding, so nothing "

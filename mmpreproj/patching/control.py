@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Real
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -18,10 +19,12 @@ from mmpreproj.patching.lookup import (
     named_adapters,
     parameters,
     resolve_names,
+    root_adapters,
     unwrap,
 )
 from mmpreproj.patching.offloading import check_values_present
-from mmpreproj.patching.positioning import follow_attentions
+from mmpreproj.patching.positioning import follow_attentions, settle_positions
+from mmpreproj.patching.positions import Positions
 
 BlockScales = float | Sequence[float] | Mapping[int, float]
 TAKES = "a number, a list with one number for each block of the model, or {block: number}"
@@ -80,6 +83,48 @@ def disable(model: nn.Module, name: str | None = None) -> None:
         ValueError: if the model carries no adapter, or none of that name.
     """
     _switch(model, name, on=False)
+
+
+def set_scaling(
+    model: nn.Module,
+    scaling: Literal["none", "linear", "ntk", "yarn"],
+    *,
+    base_size: int | None = None,
+    name: str | None = None,
+) -> None:
+    """Choose what is done with rotary positions on pictures larger than those trained on; see `Positions`.
+
+    Weights do not depend on it, so it may be chosen after training; `save` writes it.
+
+    Args:
+        model: a patched model.
+        scaling: as in `Positions`.
+        base_size: patches along the side of the pictures that were trained on; None keeps the adapter's, or takes the
+            model's own where it has none.
+        name: which adapter; None for all that have positions.
+
+    Raises:
+        ValueError: if a value is not valid, or no such adapter has positions. Nothing is changed then.
+    """
+    model = unwrap(model)
+    positioned = [
+        found
+        for found in resolve_names(model, name)
+        if any(adapter.config.positions is not None for _, adapter in named_adapters(model, found))
+    ]
+    if not positioned:
+        raise ValueError("no adapter here has rotary positions; give PreProjConfig(positions=Positions(…)) to patch")
+    settled = {}
+    for found in positioned:
+        config = next(adapter.config for _, adapter in named_adapters(model, found))
+        positions = cast(Positions, config.positions)
+        changed = replace(positions, scaling=scaling, base_size=base_size or positions.base_size)
+        settled[found] = settle_positions(model, replace(config, positions=changed), family_of(model))
+    for found, config in settled.items():
+        for _, adapter in named_adapters(model, found):
+            adapter.config = config
+        for root in root_adapters(model, found):
+            root.positions = config.positions
 
 
 def enable(model: nn.Module, name: str | None = None) -> None:

@@ -151,7 +151,8 @@ def _check_processor(attention: nn.Module, layer: PreProjLayer) -> None:
         raise ValueError(
             f"{found} was put in the place of the attention processor that turns queries and keys by their positions "
             "and masks padding (as IP-Adapter, PAG, fuse_qkv_projections and set_attn_processor do), and knows "
-            "neither; put the former one back, disable the adapter, or use one without positions and mask_padding"
+            "neither. Put the former one back (model.unfuse_qkv_projections(), or set_attn_processor with the "
+            "model.attn_processors of before), disable the adapter, or use one without positions and mask_padding"
         )
     if not isinstance(getattr(attention, "processor", None), FusedJointAttnProcessor2_0):
         return

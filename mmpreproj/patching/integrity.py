@@ -75,7 +75,8 @@ def _check_positions(owner: nn.Module) -> None:
             raise ValueError(
                 f"{type(owner).__name__} has lost the attention processor that knows its positions at "
                 f"{plain_path(path)}: {type(attention.processor).__name__} was put in its place after patching (as "
-                "IP-Adapter, PAG and fuse_qkv_projections do). Undo that, or call mmpreproj.unpatch(model)"
+                "IP-Adapter, PAG and fuse_qkv_projections do). Undo that (model.unfuse_qkv_projections(), or "
+                "set_attn_processor with the model.attn_processors of before), or call mmpreproj.unpatch(model)"
             )
 
 

@@ -17,7 +17,7 @@ from mmpreproj.patching.lookup import attention_sites, block_of, named_adapters,
 from mmpreproj.patching.offloading import offloaded_to, placement
 from mmpreproj.patching.positions import Positions
 from mmpreproj.patching.processor import is_ours, put_processor, restore_processor
-from mmpreproj.patching.root import RootAdapter, RootLayer, attach_root, detach_root, has_root, root_layer
+from mmpreproj.patching.root import RootAdapter, RootLayer, attach_root, detach_root, has_root, is_model, root_layer
 
 
 def settle_positions(model: nn.Module, config: PreProjConfig, family: Family) -> PreProjConfig:
@@ -68,14 +68,18 @@ def add_positions(model: nn.Module, family: Family, config: PreProjConfig, *, na
 
 def remove_positions(model: nn.Module, name: str) -> None:
     """Take an adapter's part at a model off it; after the last one, processors and hooks are the base's."""
-    for owner in [module for module in model.modules() if has_root(module) and not isinstance(module, PatchEmbed)]:
-        layer = root_layer(owner)
+    owners = [module for module in model.modules() if has_root(module)]  # PEFT may have copied the patch embedding
+    for layer in {root_layer(owner) for owner in owners}:
         if name in layer.adapters:
             del layer.adapters[name]
-        if not layer.adapters:
+    for owner in owners:
+        layer = root_layer(owner)
+        if layer.adapters:
+            continue
+        if is_model(owner):
             for _, _, _, attention in attention_sites(owner, layer.family):
                 restore_processor(attention)
-            detach_root(owner)
+        detach_root(owner)
 
 
 def follow_attentions(model: nn.Module, name: str) -> None:
@@ -83,13 +87,14 @@ def follow_attentions(model: nn.Module, name: str) -> None:
     members = {block_of(path): adapter for path, adapter in named_adapters(model, name)}
     for root in root_adapters(model, name) if members else ():
         root.scale.set(sum(adapter.scale.factor for adapter in members.values()) / len(members))
+        root.has_strength = any(adapter.scale.factor != 0 for adapter in members.values())
         root.enabled = any(adapter.enabled for adapter in members.values())
         root.suspended = min(adapter.suspended for adapter in members.values())
 
 
-def masks_padding(model: nn.Module) -> bool:
-    """Tell whether an adapter that acts now wants attention kept from the padding of texts."""
-    return any(root.masks_padding for root in root_adapters(model))
+def masks_padding(model: nn.Module, *, now: bool = True) -> bool:
+    """Tell whether an adapter, or one that acts now, wants attention kept from the padding of texts."""
+    return any(root.mask_padding and (root.acts or not now) for root in root_adapters(model))
 
 
 @contextmanager

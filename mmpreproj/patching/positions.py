@@ -29,7 +29,8 @@ class Positions:
         scaling: what is done on pictures with more patches along an axis than `base_size`: `"none"`, `"linear"`,
             `"ntk"` or `"yarn"`; see `mmpreproj.core.rotary.axis_angles`. The text's angles stay those of the base.
         base_size: patches along the side of the pictures that were trained on; None for the model's own,
-            `sample_size / patch_size`.
+            `sample_size / patch_size`, or in our trainer for its `data.resolution`. Up to it every scaling is the same
+            as none.
 
     Raises:
         TypeError: if a field has the wrong type.

@@ -117,6 +117,11 @@ class RotaryJointAttnProcessor:
 
     def _own_share(self, table: Tensor, count: int) -> Tensor:
         """Take this process's rows of a table `[N, …]` where context parallelism gives it a part of the tokens."""
+        if self._parallel_config is None and table.shape[0] != count:
+            raise RuntimeError(
+                f"there are positions for {table.shape[0]} tokens, but {count} came: another hook changed the sizes "
+                "after the model's rotary tables were made; register it with prepend=True"
+            )
         if self._parallel_config is None or table.shape[0] == count:
             return table
         context = self._parallel_config.context_parallel_config

@@ -34,6 +34,7 @@ class PatchReport:
     base_parameters: int
     notes: tuple[str, ...] = ()
     positions: Positions | None = None
+    mask_padding: bool = False
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -63,6 +64,8 @@ class PatchReport:
         if self.positions is not None:
             settings = (f"{key} {value}" for key, value in self.positions.to_dict().items())
             lines.append(f"  positions: {', '.join(settings)}")
+        if self.mask_padding:
+            lines.append("  padding of texts is masked by our trainer and pipeline")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -79,7 +82,15 @@ def report(model: nn.Module, *, name: str | None = None) -> PatchReport:
     base = sum(parameter.numel() for parameter in model.parameters()) - added
     config = next(adapter.config for _, adapter in named_adapters(model, name))
     notes = _notes(model, name)
-    return PatchReport(name, type(model).__name__, sites, base, notes=notes, positions=config.positions)
+    return PatchReport(
+        name,
+        type(model).__name__,
+        sites,
+        base,
+        notes=notes,
+        positions=config.positions,
+        mask_padding=config.mask_padding,
+    )
 
 
 def _describe_site(path: str, layer: PreProjLayer, name: str) -> SiteReport:

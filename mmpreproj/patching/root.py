@@ -7,9 +7,11 @@ on the patch embedding takes the absolute positions out.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
 from mmpreproj.core.scale import Scale
@@ -20,6 +22,7 @@ from mmpreproj.patching.tables import Grid, rotary_tables
 
 TABLES = "rotary_tables"
 MASK = "attention_mask"
+PADDING = "padding_mask"
 
 
 class RootAdapter(nn.Module):
@@ -37,6 +40,7 @@ class RootAdapter(nn.Module):
         self.mask_padding = config.mask_padding
         self.enabled = True
         self.suspended = 0
+        self.has_strength = True  # in a block at least
         self.scale = Scale(device=device)
 
     @property
@@ -50,9 +54,9 @@ class RootAdapter(nn.Module):
         return self.positions is not None and self.positions.absolute == "remove"
 
     @property
-    def masks_padding(self) -> bool:
-        """Whether the adapter acts, and wants attention kept from padding."""
-        return self.takes_part and self.mask_padding and self.scale.factor != 0
+    def acts(self) -> bool:
+        """Whether the adapter takes part, at a scale other than 0 in some block."""
+        return self.takes_part and self.has_strength
 
     def forward(self, stock: Tensor, bare: Tensor) -> Tensor:
         """Go from patches with absolute positions `[B, N, D]` to those without, by the scale; exact at 0 and at 1."""
@@ -105,24 +109,33 @@ def bring_positions(
         if adapter.positions is not None
     }
     brought = {**given, TABLES: tables}
-    if given.get(MASK) is not None:
-        brought[MASK] = joint_mask(given[MASK], text, patches=grid.rows * grid.columns)
+    mask = _mask_of(layer, brought.pop(PADDING, None), brought.pop(MASK, None), batch=text.shape[0])
+    if mask is not None:
+        brought[MASK] = joint_mask(mask, text, patches=grid.rows * grid.columns)
     return _replace(seam.attention_kwargs, brought, args, kwargs)
+
+
+def _mask_of(layer: RootLayer, padding: Tensor | None, mask: Any, *, batch: int) -> Any:
+    """Choose the mask of a text: the caller's, else the pipeline's if an adapter wants it; none if no adapter acts."""
+    acting = [adapter for adapter in layer.active().values() if adapter.acts]
+    if mask is not None:
+        return mask if acting else None  # the base ignores it
+    if padding is None or not any(adapter.mask_padding for adapter in acting):
+        return None
+    # Negative prompts come first. For skip-layer guidance a pipeline calls the model with the prompts alone.
+    return padding[batch:] if padding.shape[0] == 2 * batch else padding
 
 
 def joint_mask(mask: Any, text: Tensor, *, patches: int) -> Tensor:
     """Turn a text's mask into that of image and text, image first.
 
     Args:
-        mask: `[B, L]` or `[2B, L]`, true or 1 at tokens, false or 0 at padding.
+        mask: `[B, L]`, true or 1 at tokens, false or 0 at padding.
         text: `[B, L, D]`.
         patches: number N of image tokens, all of which may be attended to.
 
     Returns:
         Truth values `[B, N + L]` on the text's device.
-
-    A mask of twice as many rows is that of negative prompts and prompts, by a pipeline that calls the model with the
-    prompts alone, as for skip-layer guidance: then the latter half counts.
 
     Raises:
         TypeError: if the mask is no tensor of truth values or whole numbers.
@@ -131,8 +144,6 @@ def joint_mask(mask: Any, text: Tensor, *, patches: int) -> Tensor:
     if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{MASK} must be a tensor of truth values, or of 1 at tokens and 0 at padding; got {kind}")
-    if mask.shape[0] == 2 * text.shape[0]:
-        mask = mask[text.shape[0] :]
     if mask.shape != text.shape[:2]:
         raise ValueError(
             f"{MASK} must have the shape of the text, {list(text.shape[:2])} (batch, tokens); got {list(mask.shape)}. "
@@ -142,8 +153,8 @@ def joint_mask(mask: Any, text: Tensor, *, patches: int) -> Tensor:
     return torch.cat([image, mask.to(text.device) != 0], dim=1)  # [B, N + L]
 
 
-class LargeLatents(tuple):
-    """A single patch for the stock patch embedding, and the latents that are larger than its table."""
+class LargeLatents(dict):
+    """No keyword arguments for the stock patch embedding, and the latents that are larger than its table."""
 
     latents: Tensor | None = None
 
@@ -151,20 +162,23 @@ class LargeLatents(tuple):
 def spare_the_table(embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Keep latents that are larger than the sin-cos table from a patch embedding whose table is not used."""
     latents = _latents(args, kwargs)
-    if not _is_beyond_table(embedding, latents) or _kept_share(embedding):
+    if not _is_beyond_table(embedding, latents):
         return None
+    if _kept_share(embedding):
+        _explain_limit(embedding)
+        return None  # the model refuses them
     side = embedding.patch_size
-    patch = LargeLatents((latents[..., :side, :side],))
-    patch.latents = latents
-    return patch, {}
+    keywords = LargeLatents()
+    keywords.latents = latents
+    return (latents[..., :side, :side],), keywords
 
 
 def remove_absolute(embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
     """Replace patches with absolute positions `[B, N, D]` by those without."""
-    removing = [adapter for adapter in root_layer(embedding).active().values() if adapter.removes_absolute]
+    removing = [adapter for adapter in root_layer(embedding).active().values() if _removes(adapter)]
     if not removing:
         return output
-    large = getattr(args, "latents", None)
+    large = getattr(kwargs, "latents", None)
     bare = _bare_patches(embedding, _latents(args, kwargs) if large is None else large)
     if large is not None:
         return bare
@@ -186,17 +200,16 @@ def attach_root(model: nn.Module, layer: RootLayer) -> None:
         owner.add_module(CHILD, layer)
     model.register_forward_pre_hook(bring_positions, with_kwargs=True)
     embedding.register_forward_pre_hook(spare_the_table, with_kwargs=True)
-    embedding.register_forward_hook(remove_absolute, with_kwargs=True)
+    # First, so that other hooks act on patches without positions, rather than on what is replaced.
+    embedding.register_forward_hook(remove_absolute, with_kwargs=True, prepend=True)
 
 
-def detach_root(model: nn.Module) -> None:
-    """Take layer and hooks off a model and its patch embedding."""
-    embedding = patch_embedding(model, root_layer(model).seam)
-    remove_hook(model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs, bring_positions)
-    remove_hook(embedding._forward_pre_hooks, embedding._forward_pre_hooks_with_kwargs, spare_the_table)
-    remove_hook(embedding._forward_hooks, embedding._forward_hooks_with_kwargs, remove_absolute)
-    for owner in (model, embedding):
-        owner._modules.pop(CHILD, None)
+def detach_root(owner: nn.Module) -> None:
+    """Take layer and hooks off a model, or off a patch embedding."""
+    remove_hook(owner._forward_pre_hooks, owner._forward_pre_hooks_with_kwargs, bring_positions)
+    remove_hook(owner._forward_pre_hooks, owner._forward_pre_hooks_with_kwargs, spare_the_table)
+    remove_hook(owner._forward_hooks, owner._forward_hooks_with_kwargs, remove_absolute)
+    owner._modules.pop(CHILD, None)
 
 
 def has_root(model: nn.Module) -> bool:
@@ -204,15 +217,20 @@ def has_root(model: nn.Module) -> bool:
     return isinstance(model._modules.get(CHILD), RootLayer)
 
 
+def is_model(owner: nn.Module) -> bool:
+    """Tell a patched model from its patch embedding."""
+    return hasattr(owner, root_layer(owner).family.blocks)
+
+
 def is_root_attached(model: nn.Module) -> bool:
     """Tell whether a model carries a root layer, and it and its patch embedding all hooks."""
     if not has_root(model):
         return False
-    embedding = patch_embedding(model, root_layer(model).seam)
+    embeddings = list(patch_embedding(model, root_layer(model).seam).modules())  # also inside a wrapper
     return (
         bring_positions in model._forward_pre_hooks.values()
-        and spare_the_table in embedding._forward_pre_hooks.values()
-        and remove_absolute in embedding._forward_hooks.values()
+        and any(spare_the_table in part._forward_pre_hooks.values() for part in embeddings)
+        and any(remove_absolute in part._forward_hooks.values() for part in embeddings)
     )
 
 
@@ -240,8 +258,25 @@ def _kept_share(embedding: nn.Module) -> float:
     return share
 
 
+def _explain_limit(embedding: Any) -> None:
+    adapters = (cast(RootAdapter, adapter) for adapter in root_layer(embedding).adapters.values())
+    if any(adapter.removes_absolute for adapter in adapters):
+        raise ValueError(
+            f"these latents have more patches a side than the sin-cos table, {embedding.pos_embed_max_size}, and the "
+            "adapter that removes it is switched off or not at scale 1 in every block, so a share of the table is "
+            "back; call mmpreproj.enable(model) and mmpreproj.set_scale(model, 1.0) for larger pictures"
+        )
+
+
+def _removes(adapter: RootAdapter) -> bool:
+    """Tell whether an adapter takes a share of the table out; under a compiler its scale is not looked at."""
+    return adapter.removes_absolute and (torch.compiler.is_compiling() or adapter.scale.factor != 0)
+
+
 def _bare_patches(embedding: Any, latents: Tensor) -> Tensor:
-    patches = embedding.proj(latents)
+    # Whoever brings weights along for the length of `forward` has taken them away again before a hook runs.
+    with align_module_device(embedding) if hasattr(embedding, "_hf_hook") else nullcontext():
+        patches = embedding.proj(latents)
     patches = patches.flatten(2).transpose(1, 2) if embedding.flatten else patches
     return embedding.norm(patches) if embedding.layer_norm else patches
 

@@ -14,9 +14,9 @@ from mmpreproj.pipelines.text import negative_prompts, sequence_length
 
 def prompt_mask(
     pipe: Any,
-    prompt: Sequence[str],
-    prompt_2: Sequence[str] | None = None,
-    prompt_3: Sequence[str] | None = None,
+    prompt: str | Sequence[str],
+    prompt_2: str | Sequence[str] | None = None,
+    prompt_3: str | Sequence[str] | None = None,
     *,
     max_sequence_length: int = 256,
 ) -> Tensor:
@@ -35,16 +35,16 @@ def prompt_mask(
     Returns:
         Truth values `[B, L]`, true at text.
     """
-    prompts = list(prompt)
+    prompts = _as_list(prompt)
     if pipe.uses_generic_text_encoder:
         length = sequence_length(pipe.text_encoder, pipe.tokenizer, max_sequence_length=max_sequence_length)
         return _text_places(pipe.tokenizer, prompts, length)
     clip = _text_places(pipe.tokenizer, prompts, pipe.tokenizer_max_length)
-    clip = clip | _text_places(pipe.tokenizer_2, list(prompt_2 or prompts), pipe.tokenizer_max_length)  # [B, 77]
+    clip = clip | _text_places(pipe.tokenizer_2, _as_list(prompt_2 or prompts), pipe.tokenizer_max_length)  # [B, 77]
     if pipe.text_encoder_3 is None:
         t5 = clip.new_zeros((len(prompts), max_sequence_length))
     else:
-        t5 = _text_places(pipe.tokenizer_3, list(prompt_3 or prompts), max_sequence_length)
+        t5 = _text_places(pipe.tokenizer_3, _as_list(prompt_3 or prompts), max_sequence_length)
     return torch.cat([clip, t5], dim=1)
 
 

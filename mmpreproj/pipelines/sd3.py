@@ -34,7 +34,7 @@ from mmpreproj.patching.integrity import check_intact
 from mmpreproj.patching.lifecycle import detached
 from mmpreproj.patching.lookup import is_patched, unwrap
 from mmpreproj.patching.positioning import masks_padding
-from mmpreproj.patching.root import MASK
+from mmpreproj.patching.root import MASK, PADDING
 from mmpreproj.pipelines.adapter_folder import (
     ADAPTER_FOLDER,
     check_upload,
@@ -179,9 +179,9 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
 
     def encode_prompt_mask(
         self,
-        prompt: list[str],
-        prompt_2: list[str] | None = None,
-        prompt_3: list[str] | None = None,
+        prompt: str | list[str],
+        prompt_2: str | list[str] | None = None,
+        prompt_3: str | list[str] | None = None,
         *,
         max_sequence_length: int = 256,
     ) -> Tensor:
@@ -357,11 +357,14 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         )
 
     def _mask_padding(self, given: dict[str, Any]) -> None:
-        """Add the mask of the prompts to a call's arguments, if the adapter wants one and the caller gives none."""
+        """Add the mask of the prompts to a call's arguments, if an adapter may want one and the caller gives none.
+
+        Whether it acts is decided at each step: a callback may change scales.
+        """
         attention = given["joint_attention_kwargs"] or {}
-        has_text = given["prompt_embeds"] is not None or isinstance(given["prompt"], (str, list))
-        if has_text and attention.get(MASK) is None and masks_padding(self.transformer):
-            given["joint_attention_kwargs"] = {**attention, MASK: mask_of_call(self, given)}
+        wanted = attention.get(MASK) is None and masks_padding(self.transformer, now=given["prompt"] is None)
+        if wanted and (given["prompt_embeds"] is not None or isinstance(given["prompt"], (str, list))):
+            given["joint_attention_kwargs"] = {**attention, PADDING: mask_of_call(self, given)}
 
     def _check_adapter(self) -> None:
         check_intact(self.transformer)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.lifecycle import patch
-from mmpreproj.patching.lookup import adapters, family_of, is_patched
+from mmpreproj.patching.lookup import adapters, family_of, is_patched, parameters
 from mmpreproj.patching.positioning import settle_positions
 from mmpreproj.patching.report import report
 from mmpreproj.patching.storage import adapter_config
@@ -45,10 +47,13 @@ def prepare_pipeline(config: TrainConfig, reporter: Reporter) -> PreProjSD3Pipel
         )
     if config.adapter is not None:
         _check_strength(pipeline, config)
-        continued = _patch_or_continue(pipeline, config, config.adapter)
+        adapter = _with_base_size(config.adapter, patches=config.data.resolution // multiple)
+        continued = _patch_or_continue(pipeline, config, adapter)
         if continued:
             reporter.say(f"training on the adapter that the model in {config.model} carries")
-        reporter.say(str(report(pipeline.transformer)).splitlines()[0])
+        first, *others = str(report(pipeline.transformer)).splitlines()
+        for line in (first, *(other for other in others if other.startswith(("  positions", "  padding")))):
+            reporter.say(line)
     _check_positions(pipeline, config)
     return pipeline
 
@@ -75,6 +80,7 @@ def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig, adapte
     if not is_patched(pipeline.transformer):
         _check_absolute(config, adapter)
         patch(pipeline.transformer, adapter)
+        _check_weights(pipeline, config)
         return False
     names = adapters(pipeline.transformer)
     if len(names) > 1:
@@ -93,6 +99,14 @@ def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig, adapte
     return True
 
 
+def _with_base_size(adapter: PreProjConfig, *, patches: int) -> PreProjConfig:
+    """Let a scaling of positions begin beyond the pictures that are trained on, unless its base is given."""
+    positions = adapter.positions
+    if positions is None or positions.scaling == "none" or positions.base_size is not None:
+        return adapter
+    return replace(adapter, positions=replace(positions, base_size=patches))
+
+
 def _check_absolute(config: TrainConfig, adapter: PreProjConfig) -> None:
     """Refuse to take from a frozen base the positions that it was trained with."""
     removed = adapter.positions is not None and adapter.positions.absolute == "remove"
@@ -100,4 +114,13 @@ def _check_absolute(config: TrainConfig, adapter: PreProjConfig) -> None:
         raise ConfigError(
             "adapter.positions.absolute: 'remove' takes from the base the positions that it was trained with, and "
             "mode 'probe' leaves the base as it is; set absolute: keep, or mode: full"
+        )
+
+
+def _check_weights(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
+    """Refuse an adapter with nothing to train before anything is encoded."""
+    if config.mode == "probe" and not any(True for _ in parameters(pipeline.transformer)):
+        raise ConfigError(
+            "adapter: has no weights, and mode 'probe' trains them alone: pre_projection and skip are off and its "
+            "positions are whole from the start; set positions.start: identity, or mode: full"
         )

@@ -16,12 +16,14 @@ def print_summary(summary: AdapterSummary, console: Console | None = None) -> No
     saved, base = summary.saved, summary.saved.base
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     blocks = sorted({row.block for row in summary.profile.rows} | {row.block for row in summary.profile.gains})
+    if saved.config.needs_processor:  # in every block, with weights or without
+        blocks = list(range(base.depth))
     for label, value in (
         ("adapter", str(summary.folder)),
         ("base", str(base).replace(" of width", ", width")),
         ("base model", base.name_or_path or "not recorded"),
         ("blocks", f"{len(blocks)} of {base.depth}: {', '.join(map(str, blocks))}"),
-        ("parameters", f"{summary.parameters:,} ({', '.join(summary.dtypes)}, {summary.bytes / 1e6:.1f} MB)"),
+        ("parameters", f"{summary.parameters:,} ({', '.join([*summary.dtypes, f'{summary.bytes / 1e6:.1f} MB'])})"),
         ("config", ", ".join(f"{key}={value}" for key, value in saved.config.to_dict().items())),
         ("written by", f"mmpreproj {saved.library_version}"),
     ):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import mmpreproj
-from mmpreproj import PreProjConfig
+from mmpreproj import Positions, PreProjConfig
 
 A = PreProjConfig()
 B = PreProjConfig(share="stream", expansion=0.5)
@@ -632,3 +632,50 @@ def test_what_was_patched_in_inference_mode_can_be_changed_and_trained_outside(m
         model.to(torch.bfloat16)
     mmpreproj.set_scale(model, 0.75)
     assert {float(module.value) for module in model.modules() if type(module).__name__ == "Scale"} == {0.75}
+
+
+# --- scaling of positions -------------------------------------------------------------------------------------------
+
+
+def test_a_scaling_chosen_after_training_is_that_of_an_adapter_made_with_it(make_transformer, shake, tmp_path):
+    made, chosen = make_transformer(), make_transformer()
+    mmpreproj.patch(made, PreProjConfig(positions=Positions(scaling="yarn", base_size=3)))
+    mmpreproj.patch(chosen, PreProjConfig(positions=Positions()))
+    for model in (made, chosen):
+        shake(model)
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 12, 16),
+        "encoder_hidden_states": torch.randn(1, 5, 24),
+        "pooled_projections": torch.randn(1, 20),
+        "timestep": torch.tensor([300.0]),
+        "return_dict": False,
+    }
+    with torch.no_grad():
+        before, expected = chosen(**inputs)[0], made(**inputs)[0]
+        assert not torch.equal(before, expected)
+        mmpreproj.set_scaling(chosen, "yarn", base_size=3)
+        assert torch.equal(chosen(**inputs)[0], expected)
+        again = make_transformer()
+        mmpreproj.load(again, mmpreproj.save(chosen, tmp_path, card=False))
+        assert torch.equal(again(**inputs)[0], expected)
+        mmpreproj.set_scaling(chosen, "none")
+        assert torch.equal(chosen(**inputs)[0], before)
+
+
+def test_a_scaling_takes_the_models_base_and_reaches_the_adapter_that_is_named(transformer):
+    for name in ("one", "other"):
+        mmpreproj.patch(transformer, PreProjConfig(positions=Positions()), name=name)
+    mmpreproj.patch(transformer, name="content")
+    mmpreproj.set_scaling(transformer, "linear", name="one")
+    found = {name: mmpreproj.report(transformer, name=name).positions for name in mmpreproj.adapters(transformer)}
+    assert found == {"one": Positions(scaling="linear", base_size=4), "other": Positions(), "content": None}
+
+
+def test_a_scaling_that_cannot_be_is_refused_and_changes_nothing(transformer):
+    mmpreproj.patch(transformer)
+    with pytest.raises(ValueError, match="no adapter here has rotary positions"):
+        mmpreproj.set_scaling(transformer, "linear")
+    mmpreproj.patch(transformer, PreProjConfig(positions=Positions()), name="rope")
+    with pytest.raises(ValueError, match=r"positions\.scaling must be one of"):
+        mmpreproj.set_scaling(transformer, "cubic")
+    assert mmpreproj.report(transformer, name="rope").positions == Positions()

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import accelerate
+import peft
 import pytest
 import torch
 from positions_kit import SIZES, close, output, picture, positioned, relative
@@ -62,16 +64,17 @@ def test_a_removed_table_sets_no_limit(transformer, make_transformer, style, sha
 
 @pytest.mark.parametrize("size", OUTSIDE, ids=str)
 def test_a_table_that_is_kept_even_in_part_sets_the_limit_of_the_base(transformer, size):
-    match = r"(Height|Width) \(\d+\) cannot be greater than `pos_embed_max_size`: 8\."
+    stock = r"(Height|Width) \(\d+\) cannot be greater than `pos_embed_max_size`: 8\."
+    ours = r"more patches a side than the sin-cos table, 8, and the adapter that removes it is switched off or not at"
     inputs = picture(*size)
 
-    def refused() -> None:
+    def refused(match: str = ours) -> None:
         with pytest.raises(ValueError, match=match):
             output(transformer, inputs)
 
-    refused()
+    refused(stock)
     mmpreproj.patch(transformer, positioned(absolute="keep"), name="keeps")
-    refused()
+    refused(stock)
     mmpreproj.patch(transformer, positioned(absolute="remove"), name="removes")
     expected = output(transformer, inputs)
     for scale in (0, 0.5, [1, 0]):
@@ -159,3 +162,58 @@ def test_of_the_table_a_share_is_left_that_the_scales_say(transformer, scales, k
         found = transformer.pos_embed(latents)
     torch.testing.assert_close(found, bare + kept * (stock - bare), rtol=1e-6, atol=1e-6)
     assert kept not in (0, 1) or torch.equal(found, stock if kept else bare)
+
+
+REMOVED = PreProjConfig(pre_projection=False, skip=False, positions=Positions(absolute="remove", start="full"))
+
+
+def test_a_patch_embedding_whose_weights_come_for_its_forward_only_gives_the_same(transformer):
+    mmpreproj.patch(transformer, REMOVED)
+    inputs = picture(8, 8, 5)
+    expected = output(transformer, inputs)
+    accelerate.cpu_offload(transformer, execution_device="cpu", preload_module_classes=["PatchEmbed"])
+    assert all(torch.equal(output(transformer, inputs), expected) for _ in range(3))
+
+
+def test_a_copy_of_the_patch_embedding_by_peft_is_unpatched_too(transformer):
+    inputs = picture(8, 8, 5)
+    base = output(transformer, inputs)
+    mmpreproj.patch(transformer, REMOVED)
+    turned = output(transformer, inputs)
+    peft.get_peft_model(transformer, peft.LoraConfig(target_modules=["to_q"], modules_to_save=["pos_embed"]))
+    mmpreproj.check_intact(transformer)
+    assert torch.equal(output(transformer, inputs), turned)
+    mmpreproj.unpatch(transformer)
+    assert torch.equal(output(transformer, inputs), base)
+
+
+def test_hooks_of_others_on_the_patch_embedding_act_on_what_is_left(transformer):
+    inputs = picture(8, 8, 5)
+    transformer.pos_embed.register_forward_hook(lambda module, args, out: out + 1)
+    mmpreproj.patch(transformer, REMOVED)
+    with torch.no_grad():
+        bare = without_table(transformer, inputs["hidden_states"])
+        torch.testing.assert_close(transformer.pos_embed(inputs["hidden_states"]), bare + 1)
+
+
+def test_latents_beyond_the_table_survive_full_backward_hooks(transformer):
+    mmpreproj.patch(transformer, REMOVED)
+    transformer.pos_embed.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+    inputs = picture(18, 6, 3)
+    inputs["hidden_states"].requires_grad_(True)
+    transformer(**inputs)[0].square().sum().backward()
+    assert bool(torch.isfinite(inputs["hidden_states"].grad).all())
+
+
+def test_dropout_on_the_patches_is_drawn_once_at_scale_0(transformer):
+    config = peft.LoraConfig(target_modules=["pos_embed.proj", "to_q"], lora_dropout=0.5, init_lora_weights=False)
+    transformer.add_adapter(config)
+    transformer.train()
+    inputs, outputs = picture(8, 8, 5), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        outputs.append(output(transformer, inputs))
+        if not mmpreproj.is_patched(transformer):
+            mmpreproj.patch(transformer, REMOVED)
+            mmpreproj.set_scale(transformer, 0.0)
+    assert torch.equal(*outputs)

@@ -183,3 +183,21 @@ def test_tables_first_made_in_inference_mode_can_be_trained_through(transformer)
 
 
 # Refusals
+
+
+@pytest.mark.parametrize("off", ["scale", "disabled"])
+def test_a_mask_is_ignored_as_stock_does_while_the_adapter_does_not_act(masking, make_transformer, style, off):
+    inputs, mask = picture(8, 8, 5), torch.tensor([[1, 1, 0, 0, 0]] * 2)
+    expected = output(make_transformer(style), inputs)
+    if off == "scale":
+        mmpreproj.set_scale(masking, 0.0)
+        found = output(masking, inputs, joint_attention_kwargs={"attention_mask": mask})
+    else:
+        with mmpreproj.disabled(masking):
+            found = output(masking, inputs, joint_attention_kwargs={"attention_mask": mask})
+    assert torch.equal(found, expected)
+
+
+def test_a_mask_of_negative_prompts_and_prompts_is_refused_for_either_alone(masking):
+    with pytest.raises(ValueError, match=r"must have the shape of the text, \[2, 5\].*got \[4, 5\]"):
+        output(masking, picture(8, 8, 5), joint_attention_kwargs={"attention_mask": torch.ones(4, 5) > 0})

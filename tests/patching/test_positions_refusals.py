@@ -189,3 +189,14 @@ def test_a_base_of_one_patch_is_refused_unless_its_size_is_given(make_transforme
         mmpreproj.patch(model, positioned(scaling="linear"))
     before.check(model)
     mmpreproj.patch(model, positioned(scaling="linear", base_size=2))
+
+
+def test_tokens_that_another_hook_changed_the_number_of_are_refused(transformer):
+    mmpreproj.patch(transformer, positioned())
+
+    def lengthen(_, args, kwargs):
+        return args, kwargs | {"encoder_hidden_states": kwargs["encoder_hidden_states"].repeat(1, 5, 1)}
+
+    transformer.register_forward_pre_hook(lengthen, with_kwargs=True)
+    with pytest.raises(RuntimeError, match="positions for 1 tokens, but 5 came: another hook changed the sizes"):
+        output(transformer, picture(8, 8, 1))

@@ -68,6 +68,11 @@ def test_generic_embeddings_are_zero_just_where_the_mask_says_padding(make_pixel
     assert torch.equal(zero, ~pipe.encode_prompt_mask(prompts))
 
 
+def test_a_lone_prompt_is_one(pipe):
+    lone, listed = (pipe.encode_prompt_mask(prompt, max_sequence_length=16) for prompt in ("red apple", ["red apple"]))
+    assert torch.equal(lone, listed)
+
+
 def test_t5_places_are_padding_where_there_is_no_t5(stock_components):
     stock_components |= {"text_encoder_3": None, "tokenizer_3": None}
     mask = PreProjSD3Pipeline(**stock_components).encode_prompt_mask(["red"], max_sequence_length=12)
@@ -105,7 +110,7 @@ def test_negative_prompts_come_first_and_pictures_of_a_prompt_together(pipe, dra
     draw(pipe, ["red", "red apple"], negative_prompt=["green tree heart", ""], num_images_per_prompt=2)
     texts = ["green tree heart"] * 2 + [""] * 2 + ["red"] * 2 + ["red apple"] * 2
     expected = pipe.encode_prompt_mask(texts, max_sequence_length=16)
-    assert torch.equal(calls[0]["joint_attention_kwargs"]["attention_mask"], expected)
+    assert torch.equal(calls[0]["joint_attention_kwargs"]["padding_mask"], expected)
 
 
 def test_skip_layer_guidance_takes_the_prompts_half(pipe, draw):
@@ -159,3 +164,23 @@ def test_a_prompt_that_is_none_is_refused_as_in_the_parent(pipe):
     for prompt in (5, None):
         with pytest.raises(ValueError, match="`prompt`"):
             pipe(prompt)
+
+
+@pytest.mark.parametrize("change", [(1.0, 0.0), (0.0, 1.0), (1.0, [1.0, -1.0])])
+def test_a_callback_that_changes_the_scale_decides_of_the_mask_too(make_pixel_pipeline, draw, change):
+    def picture(spoiled):
+        pipe = make_pixel_pipeline(patched=False)
+        mmpreproj.patch(pipe.transformer, CONFIG)
+        before, after = change
+        mmpreproj.set_scale(pipe.transformer, before)
+        if spoiled:
+            spoil_padding(pipe)
+
+        def switch(pipe, step, timestep, tensors):
+            mmpreproj.set_scale(pipe.transformer, after)
+            return {}
+
+        return draw(pipe, callback_on_step_end=switch)
+
+    moved = np.abs(picture(True) - picture(False)).max()
+    assert moved < 1e-5 if 0.0 not in change else moved > 1e-4

@@ -355,7 +355,7 @@ def test_a_model_without_absolute_positions_is_trained_on_larger_pictures_saved_
 ):
     first, _ = run(make_config(mode="full", adapter=ROPE, data={"resolution": 32}))
     config = adapter_config(first.pipeline.transformer, "default")
-    assert config.positions.base_size == 4
+    assert config.positions.base_size == 16, "that of the pictures, not the model's 4"
     settings = {"model": str(first.saved), "output": tmp_path / "on", "mode": "full", "data": {"resolution": 32}}
     second, messages = run(make_config(adapter=ROPE, **settings))
     assert "training on the adapter that the model" in messages
@@ -376,7 +376,7 @@ def test_learned_positions_are_trained_alone_on_a_frozen_base(run, make_config, 
 
 def test_an_adapter_without_weights_cannot_be_trained_alone(run, make_config):
     adapter = {"pre_projection": False, "skip": False, "positions": {"start": "full"}}
-    with pytest.raises(ValueError, match=r"this one has no weights.*positions\.start: identity, or mode: full"):
+    with pytest.raises(ConfigError, match=r"adapter: has no weights.*positions\.start: identity, or mode: full"):
         run(make_config(adapter=adapter))
 
 
