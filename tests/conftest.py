@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from diffusers import SD3Transformer2DModel
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 
 import mmpreproj
@@ -49,6 +50,14 @@ def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def same_attention_backend() -> Iterator[None]:
+    """Put back what `set_attention_backend` chooses for the whole process."""
+    before = _AttentionBackendRegistry._active_backend
+    yield
+    _AttentionBackendRegistry.set_active_backend(before)
 
 
 @pytest.fixture(params=STYLES)

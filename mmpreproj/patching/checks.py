@@ -13,12 +13,12 @@ def positive_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number above 0; got {value!r} ({type(value).__name__})")
     try:
-        value = float(value)
+        number = float(value)
     except OverflowError:
-        value = math.inf
-    if not (math.isfinite(value) and value > 0):
+        number = math.inf
+    if not (math.isfinite(number) and number > 0):
         raise ValueError(f"{name} must be a finite number above 0; got {value!r}")
-    return value
+    return number
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -58,8 +58,8 @@ class PreProjConfig:
         object.__setattr__(self, "blocks", _canonical_blocks(self.blocks))
         if self.positions is not None and not isinstance(self.positions, Positions):
             raise TypeError(
-                f"positions must be a Positions(…) or None; got {self.positions!r}. Plain values are read by "
-                "PreProjConfig.from_dict"
+                f"positions must be a Positions or None; got {self.positions!r}"
+                + ("; plain values are read by PreProjConfig.from_dict" if isinstance(self.positions, Mapping) else "")
             )
         if not (self.pre_projection or self.skip or self.needs_processor):
             raise ValueError(

@@ -117,6 +117,8 @@ def bring_positions(
 
 def _mask_of(layer: RootLayer, padding: Tensor | None, mask: Any, *, batch: int) -> Any:
     """Choose the mask of a text: the caller's, else the pipeline's if an adapter wants it; none if no adapter acts."""
+    if mask is None and padding is None:
+        return None
     acting = [adapter for adapter in layer.active().values() if adapter.acts]
     if mask is not None:
         return mask if acting else None  # the base ignores it
