@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import mmpreproj
 from mmpreproj import Positions, PreProjConfig
 from mmpreproj.patching import lifecycle
+from mmpreproj.patching.positioning import masks_padding
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 CONTENT = PreProjConfig(blocks=[1])  # so that positions reach attentions that nothing else is on
@@ -684,7 +685,9 @@ def test_other_positions_are_swapped_in_whole_with_scale_and_switch(
     assert mmpreproj.scales(model) == {"mine": {block: (0.5, -0.25)[block] for block in report.blocks}}
     if switched_off:
         assert torch.equal(predict(model), base)
+        assert not masks_padding(model)
         mmpreproj.enable(model)
+    assert masks_padding(model) == config.mask_padding
     assert torch.equal(predict(model), freshly_loaded(folder, scale=[0.5, -0.25]))
     expected = "RotaryJointAttnProcessor" if config.needs_processor else "JointAttnProcessor2_0"
     assert kinds_of_processors(model) == {expected}
@@ -720,8 +723,6 @@ def test_what_is_swapped_in_trains_if_what_it_replaces_did(model, make_saved, tr
     assert all(parameter.requires_grad == trainable for parameter in mmpreproj.parameters(model))
 
 
-# FAILS: `replace_modules` freezes what it puts in unless something of the old adapter trained, and here there was
-# nothing that could. A run that starts from it finds all of the adapter frozen.
 def test_what_is_swapped_in_for_an_adapter_without_parameters_can_be_trained(transformer, make_saved):
     mmpreproj.patch(transformer, WHOLE)
     mmpreproj.load(transformer, make_saved(LEARNED), replace=True)
