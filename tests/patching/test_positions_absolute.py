@@ -121,8 +121,6 @@ def test_an_adapter_that_is_off_leaves_the_base_bit_for_bit(transformer, shake, 
     assert all(torch.equal(after, before) for after, before in zip(found, base, strict=True))
 
 
-# FAILS: `rotate` and `RootAdapter.forward` go through float32 even where they turn by 0 and remove nothing, so a
-# float64 base comes back rounded (6e-8), though `set_scale` promises it bit for bit and patching takes such a model.
 @pytest.mark.parametrize(
     "values", [{}, {"text": "none", "image": "none", "absolute": "remove"}], ids=["turned", "removed"]
 )
@@ -143,8 +141,6 @@ def test_a_float64_base_too_is_left_bit_for_bit_at_scale_0(transformer, values: 
         ((0.25, 0), 0.75),
         ((0.5, 0.5), 0.25),
         ((0, 1), 0.0),
-        # FAILS in SD3.5: the mean is taken over attentions, so a block with attn2 counts twice (1/3 is left), though
-        # `set_scale` says "s the mean of its blocks".
         (([0.5, 1], 0), 0.25),
         ((0, 0), 1.0),
     ],
