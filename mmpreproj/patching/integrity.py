@@ -71,7 +71,7 @@ def _check_positions(owner: nn.Module) -> None:
             "Load the base anew and patch it last, or call mmpreproj.unpatch(model) to go on without the adapter"
         )
     for path, attention in needing:
-        if not is_ours(attention):
+        if layer_of(attention).needs_processor and not is_ours(attention):  # one that is switched off has no say
             raise ValueError(
                 f"{type(owner).__name__} has lost the attention processor that knows its positions at "
                 f"{plain_path(path)}: {type(attention.processor).__name__} was put in its place after patching (as "

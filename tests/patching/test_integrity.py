@@ -11,7 +11,7 @@ from diffusers.models.attention_processor import Attention, JointAttnProcessor2_
 from torch import nn
 
 import mmpreproj
-from mmpreproj import PreProjConfig
+from mmpreproj import Positions, PreProjConfig
 from mmpreproj.patching import lifecycle
 
 
@@ -200,3 +200,18 @@ def test_a_model_inside_another_module_is_checked_and_forgotten_with_it(patched)
         mmpreproj.check_intact(outer)
     mmpreproj.unpatch(outer)
     mmpreproj.check_intact(patched)
+
+
+def test_a_foreign_processor_is_no_loss_while_the_adapter_with_positions_is_off(transformer, predict):
+    """As the refusal advises: disable the adapter, and go on with the other processor."""
+    mmpreproj.patch(transformer, PreProjConfig(positions=Positions()))
+    for attention in (block.attn for block in transformer.transformer_blocks):
+        attention.set_processor(JointAttnProcessor2_0())
+    with pytest.raises(ValueError, match="has lost the attention processor"):
+        mmpreproj.check_intact(transformer)
+    mmpreproj.disable(transformer)
+    mmpreproj.check_intact(transformer)
+    predict(transformer)
+    mmpreproj.enable(transformer)
+    with pytest.raises(ValueError, match="has lost the attention processor"):
+        mmpreproj.check_intact(transformer)
