@@ -14,14 +14,14 @@ ROOT = Path(mmpreproj.__file__).parent
 FLOORS = {
     "core": 0,
     "patching": 1,
-    "points": 1,
-    "data": 1,
-    "pipelines": 2,
-    "training": 2,
-    "language": 2,
-    "recipes": 3,
-    "cli": 4,
-    "__main__": 5,
+    "points": 2,
+    "data": 3,
+    "pipelines": 4,
+    "training": 4,
+    "language": 4,
+    "recipes": 5,
+    "cli": 6,
+    "__main__": 7,
 }
 CORE_MAY_IMPORT = sys.stdlib_module_names | {"torch", "mmpreproj"}
 HEAVY = ["torch", "diffusers", "transformers", "accelerate", "numpy", "safetensors", "huggingface_hub", "pydantic"]

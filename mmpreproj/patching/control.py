@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mmpreproj.patching.families import joint_blocks
+from mmpreproj.patching.following import follow_attentions
 from mmpreproj.patching.layer import AttentionAdapter
 from mmpreproj.patching.lookup import (
     block_of,
@@ -23,7 +24,7 @@ from mmpreproj.patching.lookup import (
     unwrap,
 )
 from mmpreproj.patching.offloading import check_values_present
-from mmpreproj.patching.positioning import follow_attentions, settle_positions
+from mmpreproj.patching.positioning import settle_positions
 from mmpreproj.patching.positions import Positions
 
 BlockScales = float | Sequence[float] | Mapping[int, float]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from mmpreproj.patching.adapter_files import WEIGHTS_NAME, SavedAdapter
+from mmpreproj.patching.following import follow_attentions
 from mmpreproj.patching.hooks import CHILD
 from mmpreproj.patching.layer import AttentionAdapter
 from mmpreproj.patching.lifecycle import BuiltAdapter, install, unpatch
 from mmpreproj.patching.lookup import block_of, named_adapters, parameters
-from mmpreproj.patching.positioning import follow_attentions
 
 
 def fill(built: BuiltAdapter, saved: SavedAdapter, weights: dict[str, Tensor], folder: Path) -> None:

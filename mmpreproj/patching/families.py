@@ -6,6 +6,7 @@ A family is data. To patch a model that is not listed, write a row of your own a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -50,6 +51,18 @@ class Argument:
     name: str
     place: int
 
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the argument's value in a call, None where it is not given."""
+        return args[self.place] if self.place < len(args) else kwargs.get(self.name)
+
+    def replace(
+        self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call's arguments with another value for this one."""
+        if self.place < len(args):
+            return (*args[: self.place], value, *args[self.place + 1 :]), kwargs
+        return args, {**kwargs, self.name: value}
+
 
 @dataclass(frozen=True)
 class PositionSeam:
@@ -75,6 +88,32 @@ class PositionSeam:
 
 
 @dataclass(frozen=True)
+class PointSeam:
+    """Where points can go through a model: what makes the conditioning, and a block's parts around its attention.
+
+    Attributes:
+        latents: the argument that brings `[B, …]`, and so the batch size.
+        pooled: the argument whose value reaches `conditioning` unchanged.
+        attention_kwargs: the argument whose entries every joint attention is called with.
+        conditioning: child that makes the conditioning `temb` `[B, D]` from the timestep and `pooled`.
+        norm: a block's adaLN of the stream whose way points go: it takes tokens and `emb`, and gives normed tokens,
+            gate, and shift, scale and gate of the feed-forward; for a second attention normed tokens and gate more.
+        feed_forward_norm: a block's norm before its feed-forward.
+        feed_forward: a block's feed-forward.
+        stream: the stream whose adapter weights points take where each has its own.
+    """
+
+    latents: Argument
+    pooled: Argument
+    attention_kwargs: Argument
+    conditioning: str
+    norm: str
+    feed_forward_norm: str
+    feed_forward: str
+    stream: str = "image"
+
+
+@dataclass(frozen=True)
 class Family:
     """One row of the table.
 
@@ -89,6 +128,7 @@ class Family:
         positions: how the stock model encodes position.
         settings: names in the model's config that, besides width, depth and heads, set one base apart from another.
         seam: where positions can be set; None where they cannot be.
+        points: where points can go; None where they cannot.
     """
 
     model_class: str
@@ -101,6 +141,7 @@ class Family:
     positions: str
     settings: tuple[str, ...] = ()
     seam: PositionSeam | None = None
+    points: PointSeam | None = None
 
 
 _IMAGE = Stream("image", argument="hidden_states", position=0, output=0)
@@ -128,6 +169,15 @@ FAMILIES: tuple[Family, ...] = (
             patch_size="patch_size",
             sample_size="sample_size",
             processor="JointAttnProcessor2_0",
+        ),
+        points=PointSeam(
+            latents=Argument("hidden_states", 0),
+            pooled=Argument("pooled_projections", 2),
+            attention_kwargs=Argument("joint_attention_kwargs", 5),
+            conditioning="time_text_embed",
+            norm="norm1",
+            feed_forward_norm="norm2",
+            feed_forward="ff",
         ),
     ),
 )

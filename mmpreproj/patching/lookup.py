@@ -13,7 +13,8 @@ from torch import nn
 from mmpreproj.patching.families import AttentionSite, Family, joint_blocks
 from mmpreproj.patching.hooks import CHILD, layer_of
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
-from mmpreproj.patching.root import RootAdapter, RootLayer
+from mmpreproj.patching.model_part import ModelPart
+from mmpreproj.patching.root import RootAdapter
 
 # What torch.compile, checkpoint wrappers and FSDP put into a module's path when they wrap a part of a model.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
@@ -98,13 +99,18 @@ def named_adapters(model: nn.Module, name: str) -> Iterator[tuple[str, Attention
         yield path, cast(AttentionAdapter, layer.adapters[name])
 
 
+def model_parts(model: nn.Module, name: str | None = None) -> Iterator[ModelPart]:
+    """Iterate over what adapters have at the model itself, of one adapter or of all of them."""
+    for module in model.modules():
+        held = module._modules.get("adapters")
+        for found, part in held.items() if isinstance(held, nn.ModuleDict) else ():
+            if isinstance(part, ModelPart) and name in (None, found):
+                yield part
+
+
 def root_adapters(model: nn.Module, name: str | None = None) -> Iterator[RootAdapter]:
-    """Iterate over the parts at the model itself, of one adapter or of all of them."""
-    for layer in model.modules():
-        if isinstance(layer, RootLayer):
-            for found, adapter in layer.adapters.items():
-                if name in (None, found):
-                    yield cast(RootAdapter, adapter)
+    """Iterate over the positions that adapters have at the model itself, of one adapter or of all of them."""
+    return (part for part in model_parts(model, name) if isinstance(part, RootAdapter))
 
 
 def attention_sites(model: nn.Module, family: Family) -> Iterator[tuple[int, str, AttentionSite, nn.Module]]:

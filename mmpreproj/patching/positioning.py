@@ -13,7 +13,8 @@ from torch import nn
 
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import Family, PositionSeam
-from mmpreproj.patching.lookup import attention_sites, block_of, named_adapters, root_adapters
+from mmpreproj.patching.following import follow_attentions
+from mmpreproj.patching.lookup import attention_sites, root_adapters
 from mmpreproj.patching.offloading import offloaded_to, placement
 from mmpreproj.patching.positions import Positions
 from mmpreproj.patching.processor import is_ours, put_processor, restore_processor
@@ -80,16 +81,6 @@ def remove_positions(model: nn.Module, name: str) -> None:
             for _, _, _, attention in attention_sites(owner, layer.family):
                 restore_processor(attention)
         detach_root(owner)
-
-
-def follow_attentions(model: nn.Module, name: str) -> None:
-    """Give an adapter's part at the model the switch of the others, and the mean of its blocks' scales."""
-    members = {block_of(path): adapter for path, adapter in named_adapters(model, name)}
-    for root in root_adapters(model, name) if members else ():
-        root.scale.set(sum(adapter.scale.factor for adapter in members.values()) / len(members))
-        root.has_strength = any(adapter.scale.factor != 0 for adapter in members.values())
-        root.enabled = any(adapter.enabled for adapter in members.values())
-        root.suspended = min(adapter.suspended for adapter in members.values())
 
 
 def masks_padding(model: nn.Module, *, now: bool = True) -> bool:

@@ -14,10 +14,10 @@ import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
-from mmpreproj.core.scale import Scale
 from mmpreproj.patching.config import PreProjConfig
-from mmpreproj.patching.families import Argument, Family, PositionSeam
+from mmpreproj.patching.families import Family, PositionSeam
 from mmpreproj.patching.hooks import CHILD, remove_hook
+from mmpreproj.patching.model_part import ModelPart
 from mmpreproj.patching.tables import Grid, rotary_tables
 
 TABLES = "rotary_tables"
@@ -25,7 +25,7 @@ MASK = "attention_mask"
 PADDING = "padding_mask"
 
 
-class RootAdapter(nn.Module):
+class RootAdapter(ModelPart):
     """One adapter's part at the model: its positions, and how strongly the absolute ones are removed.
 
     Args:
@@ -34,29 +34,15 @@ class RootAdapter(nn.Module):
     """
 
     def __init__(self, config: PreProjConfig, *, device: torch.device | None = None) -> None:
-        super().__init__()
+        super().__init__(device=device)
         # Not the config itself: a compiled graph would be bound to the object, which a swap in place replaces.
         self.positions = config.positions
         self.mask_padding = config.mask_padding
-        self.enabled = True
-        self.suspended = 0
-        self.has_strength = True  # in a block at least
-        self.scale = Scale(device=device)
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether the adapter is switched on, and in no `disabled` block."""
-        return self.enabled and not self.suspended
 
     @property
     def removes_absolute(self) -> bool:
         """Whether the base's sin-cos table is taken out of the residual stream."""
         return self.positions is not None and self.positions.absolute == "remove"
-
-    @property
-    def acts(self) -> bool:
-        """Whether the adapter takes part, at a scale other than 0 in some block."""
-        return self.takes_part and self.has_strength
 
     def forward(self, stock: Tensor, bare: Tensor) -> Tensor:
         """Go from patches with absolute positions `[B, N, D]` to those without, by the scale; exact at 0 and at 1."""
@@ -98,10 +84,10 @@ def bring_positions(
     """Add rotary tables, and the mask of image and text, to what a model's joint attentions are called with."""
     layer = root_layer(model)
     seam = layer.seam
-    latents, text = _read(seam.latents, args, kwargs), _read(seam.text, args, kwargs)
+    latents, text = seam.latents.read(args, kwargs), seam.text.read(args, kwargs)
     if not (isinstance(latents, Tensor) and latents.ndim == 4 and isinstance(text, Tensor) and text.ndim == 3):
         return None  # the model says what is wrong with them
-    given = _read(seam.attention_kwargs, args, kwargs) or {}
+    given = seam.attention_kwargs.read(args, kwargs) or {}
     grid = Grid(latents.shape[-2] // layer.patch_size, latents.shape[-1] // layer.patch_size, text.shape[1])
     tables = {
         name: rotary_tables(adapter.positions, grid, head_width=layer.head_width, device=latents.device).packed()
@@ -112,7 +98,7 @@ def bring_positions(
     mask = _mask_of(layer, brought.pop(PADDING, None), brought.pop(MASK, None), batch=text.shape[0])
     if mask is not None:
         brought[MASK] = joint_mask(mask, text, patches=grid.rows * grid.columns)
-    return _replace(seam.attention_kwargs, brought, args, kwargs)
+    return seam.attention_kwargs.replace(brought, args, kwargs)
 
 
 def _mask_of(layer: RootLayer, padding: Tensor | None, mask: Any, *, batch: int) -> Any:
@@ -290,15 +276,3 @@ def _is_beyond_table(embedding: Any, latents: Tensor) -> bool:
 
 def _latents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return args[0] if args else kwargs["latent"]
-
-
-def _read(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[argument.place] if argument.place < len(args) else kwargs.get(argument.name)
-
-
-def _replace(
-    argument: Argument, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if argument.place < len(args):
-        return (*args[: argument.place], value, *args[argument.place + 1 :]), kwargs
-    return args, {**kwargs, argument.name: value}
