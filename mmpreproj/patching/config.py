@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from mmpreproj.patching.checks import check_bool, check_choice, check_fields, positive_number
+from mmpreproj.patching.point_config import PointPathConfig
 from mmpreproj.patching.positions import Positions
 
 Blocks = Literal["all"] | Sequence[int] | Mapping[str, int]
@@ -31,6 +32,7 @@ class PreProjConfig:
         positions: rotary positions at queries and keys; None leaves the base's as they are.
         mask_padding: our pipeline and trainer keep attention from the padding of a text, which stock SD3 attends to.
             Elsewhere give the mask yourself, `joint_attention_kwargs={"attention_mask": [B, L]}`, true at tokens.
+        points: a way for point clouds through the patched blocks; None for none.
 
     Raises:
         TypeError: if a field has the wrong type.
@@ -47,6 +49,7 @@ class PreProjConfig:
     init_std: float = 1e-4
     positions: Positions | None = None
     mask_padding: bool = False
+    points: PointPathConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("expansion", "init_std"):
@@ -61,11 +64,21 @@ class PreProjConfig:
                 f"positions must be a Positions or None; got {self.positions!r}"
                 + ("; plain values are read by PreProjConfig.from_dict" if isinstance(self.positions, Mapping) else "")
             )
+        self._check_points()
         if not (self.pre_projection or self.skip or self.needs_processor):
             raise ValueError(
                 "pre_projection and skip are both False, and there are no positions and no mask_padding, so nothing "
                 "would be added; set one of them"
             )
+
+    def _check_points(self) -> None:
+        if self.points is not None and not isinstance(self.points, PointPathConfig):
+            raise TypeError(
+                f"points must be a PointPathConfig or None; got {self.points!r}"
+                + ("; plain values are read by PreProjConfig.from_dict" if isinstance(self.points, Mapping) else "")
+            )
+        if self.points is not None and not self.skip:
+            raise ValueError("points go through a block by its content skip alone, but skip is False; set skip=True")
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -120,6 +133,9 @@ class PreProjConfig:
         positions = values.get("positions")
         if positions is not None and not isinstance(positions, Positions):
             values = {**values, "positions": Positions.from_dict(positions)}
+        points = values.get("points")
+        if points is not None and not isinstance(points, PointPathConfig):
+            values = {**values, "points": PointPathConfig.from_dict(points)}
         return cls(**values)
 
     @classmethod

@@ -13,6 +13,8 @@ from mmpreproj.patching.hooks import CHILD
 from mmpreproj.patching.layer import AttentionAdapter
 from mmpreproj.patching.lifecycle import BuiltAdapter, install, unpatch
 from mmpreproj.patching.lookup import block_of, named_adapters, parameters
+from mmpreproj.patching.point_path import POINT_CHILD
+from mmpreproj.patching.pointing import path_of
 
 
 def fill(built: BuiltAdapter, saved: SavedAdapter, weights: dict[str, Tensor], folder: Path) -> None:
@@ -21,11 +23,7 @@ def fill(built: BuiltAdapter, saved: SavedAdapter, weights: dict[str, Tensor], f
     Raises:
         ValueError: if keys, shapes or values do not fit; the built adapter is of no use then.
     """
-    targets = {
-        f"{path}.{CHILD}.{key}": parameter
-        for path, (_, _, adapter) in built.sites.items()
-        for key, parameter in adapter.named_parameters()
-    }
+    targets = dict(built.named_parameters())
     missing, surplus = sorted(set(targets) - set(weights)), sorted(set(weights) - set(targets))
     if missing or surplus:
         raise ValueError(
@@ -70,6 +68,9 @@ def copy_in_place(model: nn.Module, built: BuiltAdapter, weights: dict[str, Tens
     pairs = {
         f"{path}.{CHILD}.{key}": target for path, old in present.items() for key, target in old.named_parameters()
     }
+    points = path_of(model, name)
+    if points is not None:
+        pairs |= {f"{POINT_CHILD}.{key}": target for key, target in points.named_parameters()}
     for key, target in pairs.items():
         _check_range(key, weights[key], target.dtype)
     with torch.no_grad():
@@ -83,7 +84,8 @@ def copy_in_place(model: nn.Module, built: BuiltAdapter, weights: dict[str, Tens
 def _alike(old: AttentionAdapter, new: AttentionAdapter) -> bool:
     def shape(adapter: AttentionAdapter) -> tuple:
         sizes = tuple((key, parameter.shape, parameter.is_meta) for key, parameter in adapter.named_parameters())
-        return sizes, adapter.skipped, adapter.keys, adapter.config.positions, adapter.config.mask_padding
+        config = adapter.config
+        return sizes, adapter.skipped, adapter.keys, config.positions, config.mask_padding, config.points
 
     return shape(old) == shape(new)
 

@@ -20,6 +20,9 @@ from mmpreproj.patching.layer import PreProjLayer
 from mmpreproj.patching.processor import is_ours
 
 CHILD = "preproj"
+POINT_CLOUD = "point_cloud"
+POINT_MASK = "point_mask"
+PROMPT_CLOUDS = "prompt_clouds"  # of our pipeline's prompts alone, whether or not negative ones stand before them
 
 
 class ProjectedArguments(tuple):
@@ -40,6 +43,7 @@ def project_streams(
     """Replace each stream's normed tokens by its features before the attention reads them."""
     layer = layer_of(attention)
     _check_processor(attention, layer)
+    _check_no_points(kwargs)
     positional, keywords, bypass = list(args), dict(kwargs), {}
     for stream in layer.site.streams:
         tokens = _stream_tokens(stream, args, kwargs)
@@ -139,6 +143,16 @@ def remove_hook(hooks: dict[int, Any], with_kwargs: dict[int, bool], function: A
 
 def _stream_tokens(stream: Stream, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     return args[stream.position] if stream.position < len(args) else kwargs.get(stream.argument)
+
+
+def _check_no_points(kwargs: dict[str, Any]) -> None:
+    """Refuse clouds that came as far as an attention, which would leave them out."""
+    for key in (POINT_CLOUD, POINT_MASK, PROMPT_CLOUDS):
+        if key in kwargs:
+            raise ValueError(
+                f"{key} was given to a model without a point path; add one with "
+                "mmpreproj.points.add_point_path(transformer, PointPathConfig(…))"
+            )
 
 
 def _check_processor(attention: nn.Module, layer: PreProjLayer) -> None:

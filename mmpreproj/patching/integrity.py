@@ -14,6 +14,7 @@ from torch import nn
 from mmpreproj.patching.hooks import is_attached, layer_of
 from mmpreproj.patching.layer import AttentionAdapter
 from mmpreproj.patching.lookup import patched_attentions, plain_path, unwrap
+from mmpreproj.patching.pointing import are_points_attached
 from mmpreproj.patching.processor import is_ours
 from mmpreproj.patching.root import is_root_attached
 
@@ -60,6 +61,7 @@ def check_intact(model: nn.Module) -> None:
                     "anew and patch it last, or call mmpreproj.unpatch(model) to go on without the adapter"
                 )
         _check_positions(owner)
+        _check_points(owner)
 
 
 def _check_positions(owner: nn.Module) -> None:
@@ -77,6 +79,18 @@ def _check_positions(owner: nn.Module) -> None:
                 f"{plain_path(path)}: {type(attention.processor).__name__} was put in its place after patching (as "
                 "IP-Adapter, PAG and fuse_qkv_projections do). Undo that (model.unfuse_qkv_projections(), or "
                 "set_attn_processor with the model.attn_processors of before), or call mmpreproj.unpatch(model)"
+            )
+
+
+def _check_points(owner: nn.Module) -> None:
+    """Make sure that an adapter's point path is still there, with its hooks."""
+    layers = [layer_of(attention) for _, attention in patched_attentions(owner)]
+    for layer in layers:
+        wanted = [cast(AttentionAdapter, adapter).config.points for adapter in layer.adapters.values()]
+        if any(wanted) and not are_points_attached(owner, layer.family):
+            raise ValueError(
+                f"{type(owner).__name__} has lost its point path, or a hook of it: they were removed after patching. "
+                "Load the base anew and patch it last, or call mmpreproj.unpatch(model) to go on without the adapter"
             )
 
 

@@ -139,6 +139,10 @@ class PreProjLayer(nn.Module):
         """Whether an adapter that takes part now has positions, or masks padding."""
         return any(adapter.needs_processor for adapter in self.active())
 
+    def carries_skip(self, stream: str) -> bool:
+        """Tell whether a stream's tokens have a way around the attention now."""
+        return any(stream in adapter.skipped and len(adapter.content_skip) for adapter in self.active())
+
     def rotated(self) -> set[str]:
         """Name the streams whose queries and keys an adapter turns now."""
         return {stream for adapter in self.active() for stream in adapter.rotated}

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmpreproj.core.sharding import is_sharded
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import AttentionSite, Family, find_family, joint_blocks
-from mmpreproj.patching.hooks import attach, detach, is_attached, layer_of, without_layer
+from mmpreproj.patching.hooks import CHILD, attach, detach, is_attached, layer_of, without_layer
 from mmpreproj.patching.integrity import forget_sites, note_sites, noted_adapters
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
 from mmpreproj.patching.lookup import (
@@ -29,6 +29,9 @@ from mmpreproj.patching.lookup import (
     unwrap,
 )
 from mmpreproj.patching.offloading import check_values_present, offloaded_to, placement
+from mmpreproj.patching.point_life import build_points, check_room_for_points, put_points, remove_points
+from mmpreproj.patching.point_path import POINT_CHILD, PointAdapter
+from mmpreproj.patching.pointing import without_points
 from mmpreproj.patching.positioning import add_positions, remove_positions, settle_positions, without_positions
 from mmpreproj.patching.report import PatchReport, report
 
@@ -66,7 +69,9 @@ def patch(
     check_not_distributed(wrapper)
     check_new_name(model, name)
     check_values_present(model)
-    install(model, build(model, config or PreProjConfig(), family=family), name=name)
+    config = config or PreProjConfig()
+    check_room_for_points(model, config)
+    install(model, build(model, config, family=family), name=name)
     return report(model, name=name)
 
 
@@ -93,6 +98,7 @@ def unpatch(model: nn.Module, name: str | None = None) -> None:
         if not layer.adapters:
             detach(attention)
     for removed in names:
+        remove_points(model, removed)
         remove_positions(model, removed)
         forget_sites(model, removed)
     _tell_machinery(model)
@@ -104,6 +110,7 @@ def detached(model: nn.Module) -> Iterator[nn.Module]:
     bare = unwrap(model)
     with ExitStack() as stack:
         stack.enter_context(without_positions(bare))
+        stack.enter_context(without_points(bare))
         for _, attention in list(patched_attentions(bare)):
             stack.enter_context(without_layer(attention))
         yield bare
@@ -117,11 +124,22 @@ class BuiltAdapter:
         family: the row of the table.
         config: the adapter's settings, with what they leave to the model.
         sites: by the path of the attention it will join.
+        points: its point path, None for none.
     """
 
     family: Family
     config: PreProjConfig
     sites: dict[str, tuple[AttentionSite, nn.Module, AttentionAdapter]]
+    points: PointAdapter | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over its parameters and their keys in a file."""
+        for path, (_, _, adapter) in self.sites.items():
+            for key, parameter in adapter.named_parameters():
+                yield f"{path}.{CHILD}.{key}", parameter
+        if self.points is not None:
+            for key, parameter in self.points.named_parameters():
+                yield f"{POINT_CHILD}.{key}", parameter
 
 
 def build(model: nn.Module, config: PreProjConfig, *, family: Family | None = None) -> BuiltAdapter:
@@ -142,7 +160,7 @@ def _build(model: nn.Module, config: PreProjConfig, family: Family) -> BuiltAdap
     if not sites:
         children = ", ".join(site.child for site in family.sites)
         raise TypeError(f"{type(model).__name__} has no joint attention in {family.blocks} (looked for: {children})")
-    return BuiltAdapter(family, config, sites)
+    return BuiltAdapter(family, config, sites, build_points(model, config, family))
 
 
 def install(model: nn.Module, built: BuiltAdapter, *, name: str) -> None:
@@ -155,6 +173,8 @@ def install(model: nn.Module, built: BuiltAdapter, *, name: str) -> None:
             attach(attention, PreProjLayer(built.family, site).train(attention.training))
         layer_of(attention).adapters[name] = adapter.train(attention.training)
     add_positions(model, built.family, built.config, name=name)
+    if built.points is not None:
+        put_points(model, built.family, built.points, name=name)
     note_sites(model, name, tuple(built.sites))
     _tell_machinery(model)
 

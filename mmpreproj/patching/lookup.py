@@ -14,6 +14,7 @@ from mmpreproj.patching.families import AttentionSite, Family, joint_blocks
 from mmpreproj.patching.hooks import CHILD, layer_of
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
 from mmpreproj.patching.model_part import ModelPart
+from mmpreproj.patching.point_path import PointLayer
 from mmpreproj.patching.root import RootAdapter
 
 # What torch.compile, checkpoint wrappers and FSDP put into a module's path when they wrap a part of a model.
@@ -44,9 +45,10 @@ def named_parameters(model: nn.Module, name: str | None = None) -> Iterator[tupl
     model = unwrap(model)
     names = resolve_names(model, name)
     return (
-        (f"{path}.{CHILD}.adapters.{found}.{key}", parameter)
-        for path, attention in patched_attentions(model)
-        for found, adapter in layer_of(attention).adapters.items()
+        (f"{path}.adapters.{found}.{key}", parameter)
+        for path, layer in model.named_modules()
+        if isinstance(layer, (PreProjLayer, PointLayer))
+        for found, adapter in layer.adapters.items()
         if found in names
         for key, parameter in adapter.named_parameters()
     )

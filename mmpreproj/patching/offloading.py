@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from accelerate.hooks import AlignDevicesHook
 from torch import nn
 
 from mmpreproj.patching.lookup import unwrap
+from mmpreproj.patching.onloading import diffusers_hook
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def diffusers_hook(module: nn.Module, name: str) -> Any:
-    """Return the diffusers hook of that name on a module, None if there is none."""
-    registry = getattr(module, "_diffusers_hook", None)
-    return None if registry is None else registry.get_hook(name)
 
 
 def check_values_present(model: nn.Module) -> None:

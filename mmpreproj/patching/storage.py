@@ -42,6 +42,9 @@ from mmpreproj.patching.lookup import (
     unwrap,
 )
 from mmpreproj.patching.offloading import check_values_present
+from mmpreproj.patching.point_life import check_room_for_points
+from mmpreproj.patching.point_path import POINT_CHILD
+from mmpreproj.patching.pointing import path_of
 from mmpreproj.patching.profile import profile
 from mmpreproj.patching.report import PatchReport, report
 
@@ -171,6 +174,7 @@ def load(
     check_values_present(model)
     family = family_for(model, family)
     _check_base(saved.base, describe_base(model, family), folder)
+    check_room_for_points(model, saved.config, replacing=None if is_new else name)
     with torch.random.fork_rng():  # the start that is about to be overwritten must not disturb anybody's seed
         built = build(model, saved.config, family=family)
     fill(built, saved, weights, folder)
@@ -191,11 +195,15 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
         ValueError: if a weight is on the `meta` device or not finite.
     """
     state = {}
-    for path, adapter in named_adapters(model, name):
-        for module_path, module in adapter.named_modules():
+    parts: dict[str, nn.Module] = {f"{path}.{CHILD}": adapter for path, adapter in named_adapters(model, name)}
+    points = path_of(model, name)
+    if points is not None:
+        parts[POINT_CHILD] = points
+    for path, part in parts.items():
+        for module_path, module in part.named_modules():
             with align_module_device(module):
                 for key, parameter in module.named_parameters(recurse=False):
-                    full = f"{path}.{CHILD}.{module_path}.{key}"
+                    full = f"{path}.{module_path}.{key}"
                     value = whole(parameter.detach())
                     _check_savable(full, value)
                     state[full] = value.to("cpu", copy=True).contiguous()
