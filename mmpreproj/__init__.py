@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mmpreproj.patching.integrity import check_intact
     from mmpreproj.patching.lifecycle import patch, unpatch
     from mmpreproj.patching.lookup import adapters, is_patched, named_parameters, parameters
+    from mmpreproj.patching.point_config import PointPathConfig
     from mmpreproj.patching.positions import Positions
     from mmpreproj.patching.profile import Profile, profile
     from mmpreproj.patching.report import PatchReport, report
@@ -45,6 +46,7 @@ _HOMES = {
     "is_patched": "patching.lookup",
     "named_parameters": "patching.lookup",
     "parameters": "patching.lookup",
+    "PointPathConfig": "patching.point_config",
     "Positions": "patching.positions",
     "Profile": "patching.profile",
     "profile": "patching.profile",
@@ -57,6 +59,7 @@ _HOMES = {
 
 __all__ = [
     "PatchReport",
+    "PointPathConfig",
     "Positions",
     "PreProjConfig",
     "Profile",
@@ -85,6 +88,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "points":  # a package, of which everything is found without a second import
+        return import_module("mmpreproj.points")
     if name not in _HOMES:
         raise AttributeError(f"module 'mmpreproj' has no attribute {name!r}")
     return getattr(import_module(f"mmpreproj.{_HOMES[name]}"), name)

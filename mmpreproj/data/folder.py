@@ -60,6 +60,7 @@ class FolderSource(PictureSource):
         self.names = _file_names(rows, metadata)
         self.captions = _captions(rows, metadata, caption_column)
         self.unlisted = len(pictures - set(self.names))
+        self._take_more(rows, metadata)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -71,9 +72,14 @@ class FolderSource(PictureSource):
         """Decode one picture to RGB; see `PictureSource.open`."""
         return open_picture(str(self.folder / self.names[index]), self.names[index])
 
+    def _take_more(self, rows: Sequence[Row], metadata: Path) -> None:
+        """Take further columns of the rows; for subclasses, called once names and captions are there."""
+
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
+    """One row of a metadata file, as it was read."""
+
     line: int  # where the row starts in the metadata file, from 1
     fields: Mapping[str, Any]
 
@@ -108,12 +114,12 @@ def _find_metadata(folder: Path, pictures: set[str]) -> Path:
         )
     example = json.dumps({FILE_COLUMN: min(pictures), "text": "what the picture shows"}, ensure_ascii=False)
     raise FileNotFoundError(
-        f"{folder} holds {_count(len(pictures), 'picture')} but no metadata.jsonl or metadata.csv with captions; "
+        f"{folder} holds {count_of(len(pictures), 'picture')} but no metadata.jsonl or metadata.csv with captions; "
         f"write a metadata.jsonl with one line a picture, such as {example}"
     )
 
 
-def _read_rows(metadata: Path) -> list[_Row]:
+def _read_rows(metadata: Path) -> list[Row]:
     try:
         text = metadata.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -126,7 +132,7 @@ def _read_rows(metadata: Path) -> list[_Row]:
     return rows
 
 
-def _jsonl_rows(text: str, metadata: Path) -> Iterator[_Row]:
+def _jsonl_rows(text: str, metadata: Path) -> Iterator[Row]:
     # Only "\n" ends a line: str.splitlines also breaks at U+2028, which JSON allows within a caption.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -140,10 +146,10 @@ def _jsonl_rows(text: str, metadata: Path) -> Iterator[_Row]:
             ) from error
         if not isinstance(fields, dict):
             raise ValueError(f"{metadata}, line {number}: got a {type(fields).__name__}; expected one object a line")
-        yield _Row(number, fields)
+        yield Row(number, fields)
 
 
-def _csv_rows(text: str, metadata: Path) -> Iterator[_Row]:
+def _csv_rows(text: str, metadata: Path) -> Iterator[Row]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         for fields in reader:
@@ -154,14 +160,14 @@ def _csv_rows(text: str, metadata: Path) -> Iterator[_Row]:
                     f"{metadata}, line {start}: more fields than the header has columns; "
                     "put double quotes around a caption that holds commas"
                 )
-            yield _Row(start, fields)
+            yield Row(start, fields)
     except csv.Error as error:
         raise ValueError(
             f"{metadata}, in the row from line {reader.line_num + 1}: {error}; check its quotes"
         ) from error
 
 
-def _check_columns(rows: Sequence[_Row], metadata: Path, caption_column: str) -> None:
+def _check_columns(rows: Sequence[Row], metadata: Path, caption_column: str) -> None:
     columns = list(dict.fromkeys(name for row in rows for name in row.fields))
     listed = ", ".join(map(repr, columns))
     if FILE_COLUMN not in columns:
@@ -176,7 +182,7 @@ def _check_columns(rows: Sequence[_Row], metadata: Path, caption_column: str) ->
         raise ValueError(f"{metadata} has no caption column {caption_column!r}, only {listed}; {way_out}")
 
 
-def _file_names(rows: Sequence[_Row], metadata: Path) -> list[str]:
+def _file_names(rows: Sequence[Row], metadata: Path) -> list[str]:
     """Return the listed paths, normalised, after checking that each is a different file inside the folder."""
     line_by_name: dict[str, int] = {}
     for row in rows:
@@ -190,39 +196,44 @@ def _file_names(rows: Sequence[_Row], metadata: Path) -> list[str]:
     missing = [name for name in line_by_name if not (metadata.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{metadata} lists {_count(len(missing), 'file')} that {metadata.parent} does not hold: "
-            f"{_shortened(map(repr, missing), len(missing))}; add the files or remove their rows"
+            f"{metadata} lists {count_of(len(missing), 'file')} that {metadata.parent} does not hold: "
+            f"{shortened(map(repr, missing), len(missing))}; add the files or remove their rows"
         )
     return list(line_by_name)
 
 
-def _file_name(row: _Row, metadata: Path) -> str:
+def _file_name(row: Row, metadata: Path) -> str:
     name = row.fields.get(FILE_COLUMN)
     if not isinstance(name, str) or not name.strip():
         got = f"got {name!r}" if FILE_COLUMN in row.fields else "it is not there"
         raise ValueError(
             f"{metadata}, line {row.line}: the row has no {FILE_COLUMN!r} ({got}); give the picture's path"
         )
+    return inner_path(name, FILE_COLUMN, row, metadata)
+
+
+def inner_path(name: str, column: str, row: Row, metadata: Path) -> str:
+    """Return a path that a row gives, normalised, after checking that it stays inside the metadata's folder."""
     path = PurePosixPath(name)
     if ".." in path.parts or PureWindowsPath(name).anchor:
         raise ValueError(
-            f"{metadata}, line {row.line}: {FILE_COLUMN} {name!r} may lead out of {metadata.parent}; "
+            f"{metadata}, line {row.line}: {column} {name!r} may lead out of {metadata.parent}; "
             "expected a path relative to that folder, without '..'"
         )
     return path.as_posix()
 
 
-def _captions(rows: Sequence[_Row], metadata: Path, column: str) -> list[str]:
+def _captions(rows: Sequence[Row], metadata: Path, column: str) -> list[str]:
     faults = [f"line {row.line} ({fault})" for row in rows if (fault := _caption_fault(row, column))]
     if faults:
         raise ValueError(
-            f"{metadata} has {_count(len(faults), 'unusable caption')} in {column!r}: "
-            f"{_shortened(faults, len(faults))}; expected text in every row"
+            f"{metadata} has {count_of(len(faults), 'unusable caption')} in {column!r}: "
+            f"{shortened(faults, len(faults))}; expected text in every row"
         )
     return [row.fields[column] for row in rows]
 
 
-def _caption_fault(row: _Row, column: str) -> str | None:
+def _caption_fault(row: Row, column: str) -> str | None:
     caption = row.fields.get(column)
     if caption is None:
         return "null" if column in row.fields else "not there"
@@ -231,11 +242,13 @@ def _caption_fault(row: _Row, column: str) -> str | None:
     return None if caption.strip() else "empty"
 
 
-def _count(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
+    """Write a number with its noun: "1 file", "2 files"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _shortened(items: Iterable[str], total: int) -> str:
+def shortened(items: Iterable[str], total: int) -> str:
+    """List the first few of `total` items, and count the rest."""
     return ", ".join(islice(items, LISTED_AT_MOST)) + (
         f" and {total - LISTED_AT_MOST} more" if total > LISTED_AT_MOST else ""
     )

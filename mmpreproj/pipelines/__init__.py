@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
+    from mmpreproj.pipelines.shapes import PreProjShapePipeline
 
-_HOMES = {"PreProjSD3Pipeline": "sd3"}
+_HOMES = {"PreProjSD3Pipeline": "sd3", "PreProjShapePipeline": "shapes"}
 
-__all__ = ["PreProjSD3Pipeline"]
+__all__ = ["PreProjSD3Pipeline", "PreProjShapePipeline"]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,6 +30,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
+from mmpreproj.patching.hooks import PROMPT_CLOUDS
 from mmpreproj.patching.integrity import check_intact
 from mmpreproj.patching.lifecycle import detached
 from mmpreproj.patching.lookup import is_patched, unwrap
@@ -47,6 +48,7 @@ from mmpreproj.pipelines.latents import check_finite, decode_to_pixels, encode_p
 from mmpreproj.pipelines.origin import AdapterOrigin
 from mmpreproj.pipelines.padding import mask_of_call, prompt_mask
 from mmpreproj.pipelines.prompts import check_clip_encoders, encode_generically
+from mmpreproj.points.path import batch_clouds, point_path
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -67,9 +69,22 @@ def _hide_defaults(init: _Init) -> _Init:
     return init
 
 
-def _signature_of(parent: Callable[..., Any]) -> Callable[[_Method], _Method]:
-    """Show a method to `inspect.signature`, and so to callers and diffusers, with its parent's signature."""
-    return cast(Callable[[_Method], _Method], functools.wraps(parent, assigned=()))
+def _signature_of(parent: Callable[..., Any], *further: str) -> Callable[[_Method], _Method]:
+    """Show a method to `inspect.signature`, and so to callers and diffusers, with its parent's signature.
+
+    Args:
+        parent: the method whose arguments it takes.
+        further: keyword arguments that it takes besides, None by default.
+    """
+    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in further]
+    signature = inspect.signature(parent)
+
+    def show(method: _Method) -> _Method:
+        shown: Any = functools.wraps(parent, assigned=())(method)
+        shown.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *own])
+        return cast(_Method, shown)
+
+    return show
 
 
 class PreProjSD3Pipeline(StableDiffusion3Pipeline):
@@ -154,15 +169,25 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
             self.image_processor = VaeImageProcessor(vae_scale_factor=1)
 
     @torch.no_grad()
-    @_signature_of(StableDiffusion3Pipeline.__call__)
-    def __call__(self, *args: Any, **kwargs: Any) -> StableDiffusion3PipelineOutput | tuple[Any]:
-        """Generate pictures; the arguments are those of `StableDiffusion3Pipeline.__call__`.
+    @_signature_of(StableDiffusion3Pipeline.__call__, "point_cloud")
+    def __call__(
+        self, *args: Any, point_cloud: Any = None, **kwargs: Any
+    ) -> StableDiffusion3PipelineOutput | tuple[Any]:
+        """Generate pictures; the arguments are those of `StableDiffusion3Pipeline.__call__`, and one more.
+
+        Args:
+            args: those of the parent.
+            point_cloud: what the picture is to show, for a transformer with a point path: a cloud `[P, 3 + F]` for all
+                prompts, or one for each, as an array, a tensor or, where they differ in size, a list. Guidance leads
+                towards it, away from the negative prompt without a cloud.
+            kwargs: those of the parent.
 
         Raises:
-            ValueError: if `output_type` is none of pil, np, pt and latent, the latents cannot be shown as a picture
-                without a VAE, or they are not finite; if the adapter was lost: its modules or hooks were replaced,
-                or another transformer has taken the place of the one that it was loaded onto; or if it masks padding,
-                and embeddings are given without `joint_attention_kwargs={"attention_mask": …}`.
+            ValueError: if there is a cloud but no point path, or a cloud that cannot be used; if `output_type` is none
+                of pil, np, pt and latent, the latents cannot be shown as a picture without a VAE, or they are not
+                finite; if the adapter was lost: its modules or hooks were replaced, or another transformer has taken
+                the place of the one that it was loaded onto; or if it masks padding, and embeddings are given without
+                `joint_attention_kwargs={"attention_mask": …}`.
         """
         call = inspect.signature(StableDiffusion3Pipeline.__call__).bind(self, *args, **kwargs)
         call.apply_defaults()
@@ -170,6 +195,8 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         self._check_adapter()
         self._check_output_type(output_type)
         self._mask_padding(call.arguments)
+        if point_cloud is not None:
+            self._bring_clouds(point_cloud, call.arguments)
         call.arguments.update(output_type="latent", return_dict=False)
         (images,) = super().__call__(*call.args[1:], **call.kwargs)
         if output_type != "latent":
@@ -365,6 +392,17 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         wanted = attention.get(MASK) is None and masks_padding(self.transformer, now=given["prompt"] is None)
         if wanted and (given["prompt_embeds"] is not None or isinstance(given["prompt"], (str, list))):
             given["joint_attention_kwargs"] = {**attention, PADDING: mask_of_call(self, given)}
+
+    def _bring_clouds(self, point_cloud: Any, given: dict[str, Any]) -> None:
+        """Add clouds to a call's arguments, one for each picture of each prompt."""
+        clouds, mask = batch_clouds(point_cloud, features=point_path(self.transformer).channels - 3)
+        prompt, embeds = given["prompt"], given["prompt_embeds"]
+        count = len(embeds) if prompt is None and embeds is not None else 1 if isinstance(prompt, str) else len(prompt)
+        if len(clouds) not in (1, count):
+            raise ValueError(f"point_cloud has {len(clouds)} clouds for {count} prompts; give one, or one for each")
+        copies = given["num_images_per_prompt"] * (count // len(clouds))
+        parts = [part.repeat_interleave(copies, dim=0).to(self._execution_device) for part in (clouds, mask)]
+        given["joint_attention_kwargs"] = {**(given["joint_attention_kwargs"] or {}), PROMPT_CLOUDS: tuple(parts)}
 
     def _check_adapter(self) -> None:
         check_intact(self.transformer)
