@@ -1,4 +1,4 @@
-"""The command line: `mmpreproj quickstart | train | generate | inspect`.
+"""The command line: `mmpreproj quickstart | train | generate | shapes | view | inspect`.
 
 Heavy imports happen inside the commands, so that `--help` answers at once.
 """
@@ -16,6 +16,7 @@ import click
 import typer
 
 from mmpreproj import __version__
+from mmpreproj.recipes.quiet import hide_loading_bars, quieten_libraries
 
 app = typer.Typer(
     name="mmpreproj",
@@ -26,6 +27,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _settings = {"traceback": False}
+_ModelOption = Annotated[str, typer.Option(help="A pipeline's folder or hub id, or the folder of a trained adapter.")]
+_PromptOption = Annotated[list[str], typer.Option(help="What to show; may be given several times.")]
+_AdapterOption = Annotated[str | None, typer.Option(help="An adapter's folder or hub id, to put onto --model.")]
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -35,6 +39,14 @@ class Precision(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+
+
+class Axis(str, Enum):
+    """An axis of a point cloud."""
+
+    x = "x"
+    y = "y"
+    z = "z"
 
 
 def _show_version(value: bool) -> None:
@@ -48,7 +60,7 @@ def _reports_errors(command: _Command) -> _Command:
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _quieten_libraries()
+        quieten_libraries()
         try:
             return command(*args, **kwargs)
         except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
@@ -61,8 +73,9 @@ def _reports_errors(command: _Command) -> _Command:
         except Exception as error:
             if _settings["traceback"]:
                 raise
-            kind = type(error).__name__
-            typer.secho(f"mmpreproj: {kind}: {error} (--traceback shows where)", err=True, fg="red")
+            ours = type(error).__module__.startswith("mmpreproj.")  # says what is wrong by itself
+            told = error if ours else f"{type(error).__name__}: {error} (--traceback shows where)"
+            typer.secho(f"mmpreproj: {told}", err=True, fg="red")
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             typer.secho("mmpreproj: stopped", err=True, fg="red")
@@ -101,7 +114,7 @@ def quickstart(
 
     changes = [*(overrides or []), *([f"output={json.dumps(str(output))}"] if output else [])]
     settings = quickstart_config(changes)
-    _hide_loading_bars()
+    hide_loading_bars()
     report = run_quickstart(settings, overwrite=overwrite)
     typer.echo(f"report: {report}\npictures: {report.parent / 'grid.png'}")
 
@@ -110,7 +123,10 @@ def quickstart(
 @_reports_errors
 def train(
     config: Annotated[
-        Path, typer.Argument(help="A YAML file, or the name of a shipped one: sd3_medium_probe, sd35_medium_probe.")
+        Path,
+        typer.Argument(
+            help="A YAML file, or the name of a shipped one: sd3_medium_probe, sd35_medium_probe, furniture_points."
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -132,7 +148,7 @@ def train(
     from mmpreproj.recipes.output import check_config_survives
     from mmpreproj.recipes.train import run_training
 
-    _hide_loading_bars()
+    hide_loading_bars()
     check_config_survives(config, settings)
     run = run_training(settings, overwrite=overwrite)
     if not PartialState().is_main_process:
@@ -144,9 +160,12 @@ def train(
 @app.command()
 @_reports_errors
 def generate(
-    model: Annotated[str, typer.Option(help="A pipeline's folder or hub id, or the folder of a trained adapter.")],
-    prompt: Annotated[list[str], typer.Option(help="What to show; may be given several times.")],
-    adapter: Annotated[str | None, typer.Option(help="An adapter's folder or hub id, to put onto --model.")] = None,
+    model: _ModelOption,
+    prompt: _PromptOption,
+    adapter: _AdapterOption = None,
+    point_cloud: Annotated[
+        Path | None, typer.Option(help="A point cloud or mesh to show, for a model with a point path.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for single pictures.  [default: pictures, unless --grid is given]")
     ] = None,
@@ -156,43 +175,81 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture; the next ones count up.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 28,
     guidance: Annotated[float, typer.Option(help="Classifier-free guidance scale; 1 for none.")] = 5.0,
-    size: Annotated[int | None, typer.Option(min=1, help="Side in pixels.  [default: the model's own]")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Side in pixels, or width and height as 48x32.  [default: the model's own]")
+    ] = None,
     precision: Annotated[Precision, typer.Option(help="Dtype of the weights.")] = Precision.fp32,
 ) -> None:
     """Generate pictures with a trained model."""
-    import torch
-
     from mmpreproj.recipes.figures import draw_grid
-    from mmpreproj.recipes.generate import (
-        Sampling,
-        best_device,
-        describe,
-        write_pictures,
-    )
-    from mmpreproj.recipes.generate import (
-        generate as make_pictures,
-    )
+    from mmpreproj.recipes.generate import Sampling, parse_size, write_pictures
+    from mmpreproj.recipes.generate import generate as make_pictures
+    from mmpreproj.recipes.shapes import read_cloud_for
 
-    _hide_loading_bars()
-    from mmpreproj.recipes.loading import load_pipeline
-
-    if grid is not None:
-        if grid.suffix.lower() != ".png":
-            raise ValueError(f"--grid takes a .png file; got {grid}")
-        grid.parent.mkdir(parents=True, exist_ok=True)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision.value]
-    pipeline = load_pipeline(model, adapter=adapter, dtype=dtype).to(best_device())
-    typer.echo(describe(pipeline), err=True)
+    _check_png(grid, "--grid")
+    sides = None if size is None else parse_size(size)
     sampling = Sampling(
-        steps=steps, guidance=guidance, negative_prompt=negative_prompt, count=count, seed=seed, size=size
+        steps=steps, guidance=guidance, negative_prompt=negative_prompt, count=count, seed=seed, size=sides
     )
-    rows = make_pictures(pipeline, prompt, sampling)
+    pipeline = _load(model, adapter, precision)
+    shown = None if point_cloud is None else read_cloud_for(pipeline, point_cloud)
+    rows = make_pictures(pipeline, prompt, sampling, point_cloud=shown)
     if grid is not None:
         draw_grid(rows, grid)
         typer.echo(str(grid))
     if output is not None or grid is None:
         for path in write_pictures(rows, output or Path("pictures"), seed=seed):
             typer.echo(str(path))
+
+
+@app.command()
+@_reports_errors
+def shapes(
+    model: _ModelOption,
+    prompt: _PromptOption,
+    adapter: _AdapterOption = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for single clouds.  [default: shapes, unless --grid is given]")
+    ] = None,
+    grid: Annotated[Path | None, typer.Option(help="A PNG file for pictures of all clouds, labelled.")] = None,
+    points: Annotated[int, typer.Option(min=2, help="Points of each cloud.")] = 2048,
+    count: Annotated[int, typer.Option(min=1, help="Clouds per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first cloud; the next ones count up.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Euler steps.")] = 50,
+    guidance: Annotated[float, typer.Option(help="Classifier-free guidance scale; 1 for none.")] = 2.0,
+    precision: Annotated[Precision, typer.Option(help="Dtype of the weights.")] = Precision.fp32,
+) -> None:
+    """Generate point clouds with a model that has a point path: `.ply` files, and a picture of each."""
+    from mmpreproj.pipelines.shapes import PreProjShapePipeline
+    from mmpreproj.points.drawing import draw_clouds_grid
+    from mmpreproj.recipes.shapes import ShapeSampling, generate_shapes, write_shapes
+
+    _check_png(grid, "--grid")
+    sampling = ShapeSampling(points=points, steps=steps, guidance=guidance, count=count, seed=seed)
+    pipeline = PreProjShapePipeline.from_pipe(_load(model, adapter, precision))
+    rows = generate_shapes(cast(PreProjShapePipeline, pipeline), prompt, sampling)
+    if grid is not None:
+        draw_clouds_grid(rows, grid)
+        typer.echo(str(grid))
+    if output is not None or grid is None:
+        for path in write_shapes(rows, output or Path("shapes"), seed=seed):
+            typer.echo(str(path))
+
+
+@app.command()
+@_reports_errors
+def view(
+    cloud: Annotated[Path, typer.Argument(help="A point cloud or mesh: .ply, .obj, .glb, .npy, .xyz …")],
+    picture: Annotated[Path, typer.Argument(help="The PNG file to draw into.")],
+    up: Annotated[Axis, typer.Option(help="The axis that points up.")] = Axis.y,
+    points: Annotated[int | None, typer.Option(min=2, help="Points to draw.  [default: all; 4096 of a mesh]")] = None,
+) -> None:
+    """Draw a point cloud, or points of a mesh, from several sides."""
+    from mmpreproj.recipes.view import view_cloud
+
+    _check_png(picture, "the picture")
+    view_cloud(cloud, picture, up=up.value, count=points)
+    typer.echo(str(picture))
 
 
 @app.command()
@@ -207,25 +264,27 @@ def inspect(
     print_summary(inspect_adapter(folder))
 
 
-def _quieten_libraries() -> None:
-    """Keep the libraries' advice out of our own messages."""
-    import logging
+def _load(model: str, adapter: str | None, precision: Precision) -> Any:
+    """Load a pipeline onto the best device, and say what it is."""
+    import torch
 
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    from mmpreproj.recipes.generate import best_device, describe
+    from mmpreproj.recipes.loading import load_pipeline
+
+    hide_loading_bars()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision.value]
+    pipeline = load_pipeline(model, adapter=adapter, dtype=dtype).to(best_device())
+    typer.echo(describe(pipeline), err=True)
+    return pipeline
 
 
-def _hide_loading_bars() -> None:
-    """Hide the bars of reading weights, a second each; downloads keep theirs."""
-    from diffusers.utils import logging as diffusers_logging
-    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-    from transformers.utils import logging as transformers_logging
-
-    had_download_bars = not are_progress_bars_disabled()
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()  # hides downloads too
-    if had_download_bars:
-        enable_progress_bars()
+def _check_png(path: Path | None, name: str) -> None:
+    """Refuse a picture's file of another kind before anything is computed."""
+    if path is None:
+        return
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"{name} takes a .png file; got {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,8 +21,10 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 from typer.testing import CliRunner
 
 import mmpreproj
+from mmpreproj import PointPathConfig, PreProjConfig
 from mmpreproj.cli import app
 from mmpreproj.pipelines import PreProjSD3Pipeline
+from mmpreproj.points import read_cloud, write_ply
 from mmpreproj.recipes.scratch import build_transformer
 from mmpreproj.training.config import ScratchModel
 
@@ -104,7 +107,7 @@ def config(base, tmp_path):
 def test_help_lists_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    assert set(COMMANDS) == {"quickstart", "train", "generate", "inspect"}
+    assert set(COMMANDS) == {"quickstart", "train", "generate", "shapes", "view", "inspect"}
     assert all(re.search(rf"\b{name}\b", result.output) for name in COMMANDS)
     assert "--version" in result.output
     assert "--traceback" in result.output
@@ -132,7 +135,7 @@ def test_help_imports_nothing_heavy():
         "from mmpreproj.cli import app\n"
         f"heavy = {HEAVY}\n"
         "assert not [name for name in heavy if name in sys.modules], 'import'\n"
-        "for arguments in (['--help'], ['--version'], ['generate', '--help'], ['train', '--help']):\n"
+        f"for arguments in (['--help'], ['--version'], *([name, '--help'] for name in {list(COMMANDS)})):\n"
         "    try:\n"
         "        app(arguments)\n"
         "    except SystemExit as error:\n"
@@ -198,11 +201,12 @@ def test_a_configuration_is_not_written_over_itself(config, tmp_path):
 
 
 def test_errors_of_a_real_process_have_no_traceback_unless_asked_for(tmp_path):
+    shipped = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    assert {"quickstart", "sd3_medium_probe"} <= set(shipped)
     plain = python("-m", "mmpreproj", "train", "nowhere.yaml", cwd=tmp_path)
     assert (plain.returncode, plain.stdout) == (1, "")
     assert plain.stderr == (
-        "mmpreproj: there is no configuration file nowhere.yaml; shipped with mmpreproj are quickstart, "
-        "sd35_medium_probe, sd3_medium_probe\n"
+        f"mmpreproj: there is no configuration file nowhere.yaml; shipped with mmpreproj are {', '.join(shipped)}\n"
     )
     long = python("-m", "mmpreproj", "--traceback", "train", "nowhere.yaml", cwd=tmp_path)
     assert long.returncode == 1
@@ -223,6 +227,12 @@ def test_traceback_is_for_one_run_only(tmp_path):
         (("generate", "--model", "m"), "Missing option '--prompt'"),
         (("generate", "--model", "m", "--prompt", "x", "--steps", "0"), "--steps"),
         (("generate", "--model", "m", "--prompt", "x", "--precision", "fp8"), "fp8"),
+        (("generate", "--model", "m", "--prompt", "x", "--size"), "--size"),
+        (("shapes", "--prompt", "x"), "Missing option '--model'"),
+        (("shapes", "--model", "m", "--prompt", "x", "--points", "1"), "--points"),
+        (("shapes", "--model", "m", "--prompt", "x", "--steps", "0"), "--steps"),
+        (("view", "a.ply"), "Missing argument"),
+        (("view", "a.ply", "a.png", "--up", "w"), "--up"),
         (("train",), "Missing argument"),
         (("trian",), "No such command 'trian'"),
     ],
@@ -335,3 +345,128 @@ def test_quickstart_takes_any_folder_as_output(tmp_path, monkeypatch, name):
 
 def test_a_grid_of_an_unknown_kind_is_refused_before_anything_is_generated(tmp_path):
     assert "--grid takes a .png file" in refused("generate", "--model", tmp_path, "--prompt", "x", "--grid", "a.xyz")
+
+
+@pytest.mark.parametrize(("size", "expected"), [("4", (4, 4)), ("8x4", (8, 4))])
+def test_generate_takes_a_side_or_width_and_height(base, tmp_path, size, expected):
+    command = ("generate", "--model", base, "--prompt", "red", "--steps", 1, "--size", size, "--output", tmp_path)
+    result = invoke(*command)
+    assert result.exit_code == 0, result.output
+    assert Image.open(result.stdout.strip()).size == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "match"),
+    [
+        ("big", "size: expected a side such as 64, or width and height such as 48x32; got 'big'"),
+        ("0", "size must be a side or a width and a height, of at least 1 pixel; got 0"),
+    ],
+)
+def test_what_is_no_size_is_refused_before_a_model_is_loaded(tmp_path, size, match):
+    assert match in refused("generate", "--model", tmp_path, "--prompt", "x", "--size", size)
+
+
+def test_a_size_that_does_not_divide_is_refused(base):
+    result = invoke("generate", "--model", base, "--prompt", "x", "--size", "8x5")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "mmpreproj: size: 5 pixels do not divide into patches of 4; take 4 or 8\n" in result.stderr
+
+
+# --- point clouds ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pointed(base, tmp_path, shake):
+    """The folder of an adapter with a point path, made for the tiny pipeline."""
+    transformer = PreProjSD3Pipeline.from_pretrained(base).transformer
+    mmpreproj.patch(transformer, PreProjConfig(points=PointPathConfig()))
+    shake(transformer)
+    return mmpreproj.save(transformer, tmp_path / "pointed", base_model=str(base))
+
+
+@pytest.fixture
+def ball(tmp_path):
+    """A file with a cloud of thirty points."""
+    write_ply(tmp_path / "ball.ply", np.random.default_rng(0).standard_normal((30, 3)))
+    return tmp_path / "ball.ply"
+
+
+def test_shapes_writes_clouds_and_pictures_named_by_prompt_and_seed(pointed, tmp_path):
+    result = invoke(
+        *("shapes", "--model", pointed, "--prompt", "red square", "--prompt", "green", "--count", 2, "--seed", 5),
+        *("--steps", 2, "--points", 40, "--output", tmp_path / "out"),
+    )
+    assert result.exit_code == 0, result.output
+    stems = ["red-square-5", "red-square-6", "green-5", "green-6"]
+    paths = [tmp_path / "out" / f"{stem}.{suffix}" for stem in stems for suffix in ("ply", "png")]
+    assert result.stdout.split() == [str(path) for path in paths]
+    assert all(read_cloud(path).shape == (40, 3) for path in paths[::2])
+    assert Image.open(paths[1]).width > 500
+    assert "with its adapter" in result.stderr
+
+
+def test_shapes_with_a_grid_writes_the_grid_alone_unless_told_otherwise(base, pointed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ("shapes", "--model", base, "--adapter", pointed, "--prompt", "red", "--steps", 1, "--points", 9)
+    result = invoke(*command, "--grid", "new/g.png", "--guidance", 1, "--precision", "bf16")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split() == [os.path.join("new", "g.png")]
+    assert not (tmp_path / "shapes").exists()
+    Image.open(tmp_path / "new" / "g.png").verify()
+    assert invoke(*command).stdout.split() == [os.path.join("shapes", f"red-0.{suffix}") for suffix in ("ply", "png")]
+
+
+def test_shapes_of_a_model_without_a_point_path_are_refused(adapter, base):
+    for model in (base, adapter):
+        result = invoke("shapes", "--model", model, "--prompt", "red")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "mmpreproj: SD3Transformer2DModel has no point path" in result.stderr
+    assert "--grid takes a .png file" in refused("shapes", "--model", base, "--prompt", "x", "--grid", "a.ply")
+
+
+def test_view_draws_clouds_and_meshes(ball, tmp_path):
+    (tmp_path / "mesh.obj").write_text("v 0 0 0\nv 1 0 0\nv 0 1 0\nv 0 0 1\nf 1 2 3\nf 1 2 4\nf 1 3 4\n")
+    for cloud in (ball, tmp_path / "mesh.obj"):
+        result = invoke("view", cloud, tmp_path / "new" / "out.png", "--up", "z", "--points", 20)
+        assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'new' / 'out.png'}\n"), result.output
+        Image.open(tmp_path / "new" / "out.png").verify()
+
+
+def test_view_does_without_the_heavy_libraries(ball, tmp_path):
+    heavy = [name for name in HEAVY if name != "matplotlib"]
+    code = (
+        "import sys\n"
+        "from mmpreproj.cli import app\n"
+        "try:\n"
+        f"    app(['view', {str(ball)!r}, {str(tmp_path / 'out.png')!r}])\n"
+        "except SystemExit as error:\n"
+        f"    print(error.code, [name for name in {heavy} if name in sys.modules])\n"
+    )
+    assert python("-c", code).stdout.splitlines()[-1] == "0 []"
+
+
+def test_a_cloud_that_cannot_be_read_is_one_clear_message(pointed, ball, tmp_path):
+    (tmp_path / "empty.ply").write_text("")
+    for cloud, reason in (("none.ply", "there is no such file"), ("empty.ply", "the file is empty")):
+        expected = f"mmpreproj: cannot read the point cloud '{tmp_path / cloud}': {reason}\n"
+        assert refused("view", tmp_path / cloud, tmp_path / "out.png") == expected
+        shown = invoke("generate", "--model", pointed, "--prompt", "red", "--point-cloud", tmp_path / cloud)
+        assert (shown.exit_code, shown.stdout) == (1, "")
+        assert shown.stderr.endswith(expected)
+    assert "the picture takes a .png file; got a.jpg" in refused("view", ball, "a.jpg")
+    long = invoke("--traceback", "view", tmp_path / "none.ply", tmp_path / "out.png")
+    assert type(long.exception).__name__ == "UnreadableCloudError"
+
+
+def test_generate_shows_a_cloud(pointed, ball, base, tmp_path):
+    command = ("generate", "--model", pointed, "--prompt", "red", "--steps", 2)
+    bare, shown = (
+        invoke(*command, "--output", tmp_path / name, *extra)
+        for name, extra in (("bare", ()), ("shown", ("--point-cloud", ball)))
+    )
+    assert shown.exit_code == 0, shown.output
+    pictures = [np.asarray(Image.open(result.stdout.strip())) for result in (bare, shown)]
+    assert not np.array_equal(*pictures)
+    without = invoke("generate", "--model", base, "--prompt", "red", "--point-cloud", ball)
+    assert (without.exit_code, without.stdout) == (1, "")
+    assert "mmpreproj: SD3Transformer2DModel has no point path" in without.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +58,10 @@ class EncodedPictures(Dataset[dict[str, Tensor]]):
         text_index: `[N]`, the row of `text` for each picture.
         empty: the embeddings of the empty prompt, which dropped captions take: `[1, L, D]`, `[1, P]` and `[1, L]`.
         skipped: pictures that could not be read.
+        clouds: `[N, K, 3 + F]`, zeros for a picture without one; None where there are none at all.
+        has_cloud: truth values `[N]`, with `clouds`.
+        skipped_clouds: clouds that could not be read, whose pictures have none.
+        places: the pictures' places in the source they came from.
     """
 
     latents: Tensor
@@ -66,25 +70,55 @@ class EncodedPictures(Dataset[dict[str, Tensor]]):
     text_index: Tensor
     empty: TextEmbeddings
     skipped: tuple[SkippedPicture, ...] = ()
+    clouds: Tensor | None = None
+    has_cloud: Tensor | None = None
+    skipped_clouds: tuple[SkippedPicture, ...] = ()
+    places: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.captions)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return `latents` `[C, h, w]`, `tokens` `[L, D]`, `pooled` `[P]` and `mask` `[L]` of one picture."""
+        """Return `latents` `[C, h, w]`, `tokens` `[L, D]`, `pooled` `[P]` and `mask` `[L]` of one picture.
+
+        Where there are clouds, also `cloud` `[K, 3 + F]` and `has_cloud` `[]`.
+        """
         row, text = self.text_index[index], self.text
-        return {
+        item = {
             "latents": self.latents[index],
             "tokens": text.tokens[row],
             "pooled": text.pooled[row],
             "mask": text.mask[row],
         }
+        if self.clouds is not None and self.has_cloud is not None:
+            item |= {"cloud": self.clouds[index], "has_cloud": self.has_cloud[index]}
+        return item
 
     def subset(self, indices: Sequence[int]) -> EncodedPictures:
         """Keep the pictures at these indices, in this order."""
         chosen = torch.as_tensor(list(indices), dtype=torch.long)
         captions = tuple(self.captions[index] for index in indices)
-        return replace(self, latents=self.latents[chosen], captions=captions, text_index=self.text_index[chosen])
+        return replace(
+            self,
+            latents=self.latents[chosen],
+            captions=captions,
+            text_index=self.text_index[chosen],
+            clouds=None if self.clouds is None else self.clouds[chosen],
+            has_cloud=None if self.has_cloud is None else self.has_cloud[chosen],
+            places=tuple(self.places[index] for index in indices) if self.places else (),
+        )
+
+    def with_clouds(
+        self, clouds: Tensor, has_cloud: Tensor, *, skipped: Sequence[SkippedPicture] = ()
+    ) -> EncodedPictures:
+        """Give each picture a cloud, `[N, K, 3 + F]`, where `has_cloud` `[N]` is true; `skipped` could not be read.
+
+        Raises:
+            ValueError: if there are not as many as pictures.
+        """
+        if len(clouds) != len(self) or has_cloud.shape != (len(self),):
+            raise ValueError(f"{len(clouds)} clouds and {list(has_cloud.shape)} flags for {len(self)} pictures")
+        return replace(self, clouds=clouds, has_cloud=has_cloud, skipped_clouds=tuple(skipped))
 
 
 def encode_pictures(
@@ -135,6 +169,7 @@ def encode_pictures(
         text_index=torch.tensor([row[caption] for caption in captions]),
         empty=encode_captions(encoder, [""], **settings),
         skipped=tuple(skipped),
+        places=tuple(kept),
     )
 
 
@@ -156,7 +191,12 @@ def encode_captions(
 
 
 def split_held_out(
-    captions: Sequence[str], count: int, *, seed: int = 0, always_train: Sequence[str] = ()
+    captions: Sequence[str],
+    count: int,
+    *,
+    seed: int = 0,
+    always_train: Sequence[str] = (),
+    by: Literal["picture", "caption"] = "picture",
 ) -> tuple[list[int], list[int]]:
     """Split pictures into those to train on and those never to be trained on.
 
@@ -165,6 +205,7 @@ def split_held_out(
         count: number of pictures to hold out.
         seed: of the random choice.
         always_train: captions that must stay among the training pictures.
+        by: `picture`; or `caption`, which holds out whole captions, with all their pictures, until there are as many.
 
     Returns:
         Indices to train on and indices held out, each in ascending order.
@@ -182,7 +223,26 @@ def split_held_out(
         )
     order = torch.randperm(len(free), generator=torch.Generator().manual_seed(seed)).tolist()
     held_out = sorted(free[place] for place in order[:count])
+    if by == "caption":
+        held_out = _whole_captions(captions, [free[place] for place in order], count)
+        if len(held_out) == len(captions):
+            raise ValueError(
+                f"held_out asks for {count} pictures by caption, which takes all {len(captions)}; hold out fewer"
+            )
     return [index for index in range(len(captions)) if index not in set(held_out)], held_out
+
+
+def _whole_captions(captions: Sequence[str], order: Sequence[int], count: int) -> list[int]:
+    """Take pictures in an order, each with all others of its caption, until there are `count` at least."""
+    taken: set[str] = set()
+    held_out: list[int] = []
+    for index in order:
+        if len(held_out) >= count:
+            break
+        if captions[index] not in taken:
+            taken.add(captions[index])
+            held_out += [place for place, caption in enumerate(captions) if caption == captions[index]]
+    return sorted(held_out)
 
 
 def _encode_all(

@@ -30,7 +30,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from mmpreproj.patching.hooks import PROMPT_CLOUDS
+from mmpreproj.patching.hooks import POINT_CLOUD, POINT_MASK, PROMPT_CLOUDS
 from mmpreproj.patching.integrity import check_intact
 from mmpreproj.patching.lifecycle import detached
 from mmpreproj.patching.lookup import is_patched, unwrap
@@ -51,6 +51,7 @@ from mmpreproj.pipelines.prompts import check_clip_encoders, encode_generically
 from mmpreproj.points.path import batch_clouds, point_path
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+_AS_THEY_ARE: Any = object()  # in place of a dtype
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -183,11 +184,11 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
             kwargs: those of the parent.
 
         Raises:
-            ValueError: if there is a cloud but no point path, or a cloud that cannot be used; if `output_type` is none
-                of pil, np, pt and latent, the latents cannot be shown as a picture without a VAE, or they are not
-                finite; if the adapter was lost: its modules or hooks were replaced, or another transformer has taken
-                the place of the one that it was loaded onto; or if it masks padding, and embeddings are given without
-                `joint_attention_kwargs={"attention_mask": …}`.
+            ValueError: if there is a cloud but no point path, a cloud that cannot be used, or clouds in
+                `joint_attention_kwargs` too; if `output_type` is none of pil, np, pt and latent, the latents cannot be
+                shown as a picture without a VAE, or they are not finite; if the adapter was lost: its modules or hooks
+                were replaced, or another transformer has taken the place of the one that it was loaded onto; or if it
+                masks padding, and embeddings are given without `joint_attention_kwargs={"attention_mask": …}`.
         """
         call = inspect.signature(StableDiffusion3Pipeline.__call__).bind(self, *args, **kwargs)
         call.apply_defaults()
@@ -322,8 +323,11 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
     def from_pipe(cls, pipeline: Any, **kwargs: Any) -> PreProjSD3Pipeline:
         """Make a pipeline from another one's components, as they are: no adapter is looked for.
 
-        The arguments are those of `DiffusionPipeline.from_pipe`.
+        The arguments are those of `DiffusionPipeline.from_pipe`, but without a `dtype` nothing is cast, to float32
+        neither.
         """
+        if not kwargs.keys() & {"dtype", "torch_dtype", "custom_pipeline"}:
+            kwargs["dtype"] = _AS_THEY_ARE
         # The parent hands on where `pipeline` came from, which `register_to_config` would take for a load.
         nameless = copy.copy(pipeline)
         nameless._internal_dict = FrozenDict(
@@ -336,6 +340,11 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         if name is not None:
             StableDiffusion3Pipeline.register_to_config(made, _name_or_path=name)
         return made
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Move or cast all components, as `DiffusionPipeline.to`."""
+        # The last act of the parent's `from_pipe` is to cast the components that both pipelines share.
+        return self if kwargs.get("dtype") is _AS_THEY_ARE else super().to(*args, **kwargs)
 
     def register_to_config(self, **kwargs: Any) -> None:
         """Note settings in the pipeline's config, and load the adapter once it is known where the base came from.
@@ -395,14 +404,21 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
 
     def _bring_clouds(self, point_cloud: Any, given: dict[str, Any]) -> None:
         """Add clouds to a call's arguments, one for each picture of each prompt."""
+        attention = given["joint_attention_kwargs"] or {}
+        if attention.keys() & {POINT_CLOUD, POINT_MASK}:
+            raise ValueError(
+                f"clouds were given twice: as point_cloud=… and in joint_attention_kwargs[{POINT_CLOUD!r}]"
+            )
         clouds, mask = batch_clouds(point_cloud, features=point_path(self.transformer).channels - 3)
-        prompt, embeds = given["prompt"], given["prompt_embeds"]
-        count = len(embeds) if prompt is None and embeds is not None else 1 if isinstance(prompt, str) else len(prompt)
+        prompt = given["prompt_embeds"] if given["prompt"] is None else given["prompt"]
+        if not isinstance(prompt, (str, list, Tensor)):
+            return  # the parent refuses the call
+        count = 1 if isinstance(prompt, str) else len(prompt)
         if len(clouds) not in (1, count):
             raise ValueError(f"point_cloud has {len(clouds)} clouds for {count} prompts; give one, or one for each")
         copies = given["num_images_per_prompt"] * (count // len(clouds))
         parts = [part.repeat_interleave(copies, dim=0).to(self._execution_device) for part in (clouds, mask)]
-        given["joint_attention_kwargs"] = {**(given["joint_attention_kwargs"] or {}), PROMPT_CLOUDS: tuple(parts)}
+        given["joint_attention_kwargs"] = {**attention, PROMPT_CLOUDS: tuple(parts)}
 
     def _check_adapter(self) -> None:
         check_intact(self.transformer)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from diffusers.utils.outputs import BaseOutput
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
+from mmpreproj.patching.lookup import unwrap
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 from mmpreproj.points.path import generating_path, point_velocity
 
@@ -86,8 +88,11 @@ class PreProjShapePipeline(PreProjSD3Pipeline):
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+        if not math.isfinite(guidance_scale):
+            raise ValueError(f"guidance_scale must be a finite number; got {guidance_scale!r}")
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type must be one of {', '.join(map(repr, OUTPUT_TYPES))}; got {output_type!r}")
+        _check_texts(prompt, negative_prompt, pooled_prompt_embeds, negative_pooled_prompt_embeds)
         device = self._execution_device
         text, negative = self._pooled_text(
             prompt,
@@ -99,10 +104,15 @@ class PreProjShapePipeline(PreProjSD3Pipeline):
             max_sequence_length=max_sequence_length,
         )
         shape = (len(text), num_points, path.channels)
+        if isinstance(generator, list) and len(generator) != len(text):
+            raise ValueError(
+                f"there are {len(generator)} generators for {len(text)} clouds; give one, or one for each"
+            )
         if noise is None:
             noise = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
-        elif tuple(noise.shape) != shape:
-            raise ValueError(f"noise must have the shape {list(shape)}; got {list(noise.shape)}")
+        elif not isinstance(noise, Tensor) or tuple(noise.shape) != shape:
+            found = list(noise.shape) if isinstance(noise, Tensor) else type(noise).__name__
+            raise ValueError(f"noise must be a tensor of the shape {list(shape)}; got {found}")
         points = self._denoise(
             noise.to(device, torch.float32), text, negative, steps=num_inference_steps, guidance=guidance_scale
         )
@@ -128,8 +138,6 @@ class PreProjShapePipeline(PreProjSD3Pipeline):
         max_sequence_length: int,
     ) -> tuple[Tensor, Tensor | None]:
         """Return pooled embeddings `[B, D_pooled]` of prompts, and with guidance of negative ones, a row a cloud."""
-        if (prompt is None) == (pooled is None):
-            raise ValueError("give either prompt or pooled_prompt_embeds")
         if pooled is None:
             _, _, pooled, negative_pooled = self.encode_prompt(
                 prompt=prompt,
@@ -142,9 +150,12 @@ class PreProjShapePipeline(PreProjSD3Pipeline):
             )
         if guided and negative_pooled is None:
             raise ValueError("guidance needs negative_pooled_prompt_embeds beside pooled_prompt_embeds")
-        device = self._execution_device
-        text = pooled.to(device).repeat_interleave(copies, dim=0)
-        return text, negative_pooled.to(device).repeat_interleave(copies, dim=0) if guided else None  # type: ignore[union-attr]
+        texts = [pooled, negative_pooled] if guided else [pooled]
+        for text in cast(list[Tensor], texts):
+            _check_pooled(text, rows=len(pooled), width=self.transformer.config.pooled_projection_dim)
+        place: dict[str, Any] = {"device": self._execution_device, "dtype": unwrap(self.transformer).dtype}
+        rows = [text.to(**place).repeat_interleave(copies, dim=0) for text in cast(list[Tensor], texts)]
+        return rows[0], rows[1] if guided else None
 
     def _denoise(
         self, points: Tensor, text: Tensor, negative: Tensor | None, *, steps: int, guidance: float
@@ -169,3 +180,26 @@ class PreProjShapePipeline(PreProjSD3Pipeline):
             point_velocity(self.transformer, part, timestep=timesteps, pooled_projections=text) for part in parts
         ]
         return torch.cat(velocities, dim=1)
+
+
+def _check_texts(prompt: Any, negative_prompt: Any, pooled: Any, negative_pooled: Any) -> None:
+    """Refuse no texts, and texts beside embeddings."""
+    if (prompt is None) == (pooled is None):
+        raise ValueError("give either prompt or pooled_prompt_embeds")
+    if pooled is None and (not isinstance(prompt, (str, list)) or prompt == []):
+        raise TypeError(f"prompt must be a string or a list of strings; got {prompt!r} ({type(prompt).__name__})")
+    if pooled is None and negative_pooled is not None:
+        raise ValueError(
+            "negative_pooled_prompt_embeds go with pooled_prompt_embeds; beside prompt, negative_prompt does"
+        )
+    if pooled is not None and negative_prompt is not None:
+        raise ValueError(
+            "negative_prompt goes with prompt; beside pooled_prompt_embeds, negative_pooled_prompt_embeds do"
+        )
+
+
+def _check_pooled(pooled: Any, *, rows: int, width: int) -> None:
+    """Refuse what are no pooled embeddings of so many texts."""
+    if not isinstance(pooled, Tensor) or tuple(pooled.shape) != (rows, width):
+        found = list(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
+        raise ValueError(f"pooled embeddings must be a tensor [{rows}, {width}], negative ones too; got {found}")

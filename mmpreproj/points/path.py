@@ -30,6 +30,7 @@ def point_velocity(transformer: nn.Module, points: Tensor, *, timestep: Tensor, 
         An estimate of `ε - x`, in the shape and dtype of `points`.
 
     Raises:
+        TypeError: if `points` is no floating-point tensor.
         ValueError: if the model has no point path, or one that was made with `generate=False` or is switched off or at
             scale 0; or if a shape is wrong.
 
@@ -37,6 +38,9 @@ def point_velocity(transformer: nn.Module, points: Tensor, *, timestep: Tensor, 
     """
     model = unwrap(transformer)
     path = generating_path(model)
+    if not isinstance(points, Tensor) or not points.is_floating_point():
+        kind = points.dtype if isinstance(points, Tensor) else type(points).__name__
+        raise TypeError(f"points must be a floating-point tensor [B, P, {path.channels}]; got {kind}")
     if points.ndim != 3 or points.shape[-1] != path.channels or points.shape[1] == 0:
         raise ValueError(f"points must have the shape [B, P, {path.channels}], P at least 1; got {list(points.shape)}")
     for name, value in (("timestep", timestep), ("pooled_projections", pooled_projections)):
@@ -93,8 +97,11 @@ def batch_clouds(clouds: Any, *, features: int = 0) -> tuple[Tensor, Tensor]:
     arrays = []
     for place, cloud in enumerate(clouds):
         array = cloud.detach().float().cpu().numpy() if isinstance(cloud, Tensor) else np.asarray(cloud)
+        if array.dtype.kind in "fiu":  # before it is checked: what fp64 tells apart, fp32 may not
+            with np.errstate(over="ignore"):
+                array = array.astype(np.float32, order="C")
         check_cloud(array, features=features, name=f"point cloud {place}")
-        arrays.append(torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)))
+        arrays.append(torch.from_numpy(array))
     lengths = torch.tensor([len(array) for array in arrays])
     padded = torch.nn.utils.rnn.pad_sequence(arrays, batch_first=True)  # [B, P, 3 + F]
     return padded, torch.arange(padded.shape[1]) < lengths[:, None]

@@ -24,7 +24,8 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
     for path in (folder / "model", folder / "adapter"):
         if path.exists() and not _is_result(path):
             raise ConfigError(f"output: {path} was not written by a run, and this one would; choose another folder")
-    found = [path for path in (*_results(folder), *(folder / name for name in RECORDS)) if path.exists()]
+    records = (*(folder / name for name in RECORDS), *_previews(folder))
+    found = [path for path in (*_results(folder), *records) if path.exists()]
     if found and not overwrite:
         raise ConfigError(
             f"output: {folder} holds the results of an earlier run, or what looks like it ({found[0].name}); choose "
@@ -68,14 +69,25 @@ def clear_output(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in _results(folder):
         shutil.rmtree(path, ignore_errors=True)
-    for name in RECORDS:
-        (folder / name).unlink(missing_ok=True)
+    for path in (*(folder / name for name in RECORDS), *_previews(folder)):
+        path.unlink(missing_ok=True)
+
+
+def preview_path(folder: Path, step: int) -> Path:
+    """Name the picture of what a model in training makes at a step, and make its folder."""
+    path = folder / "previews" / f"step-{step:06d}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _is_result(path: Path) -> bool:
     if not path.is_dir():
         return False
     return any((path / name).is_file() for name in ("model_index.json", CONFIG_NAME)) or not any(path.iterdir())
+
+
+def _previews(folder: Path) -> list[Path]:
+    return sorted((folder / "previews").glob("step-*.png"))
 
 
 def _results(folder: Path) -> list[Path]:

@@ -72,7 +72,12 @@ class Reporter:
         if record.loss is None:
             return
         held_out = "" if self._held_out is None else f"  held-out {self._held_out:.4f}"
-        detail = f"loss {record.loss:.4f}{held_out}  {record.pictures_per_second:.1f} pictures/s"
+        parts = ", ".join(f"{name} {loss:.4f}" for name, loss in record.losses.items())
+        each = f" ({parts})" if len(record.losses) > 1 else ""
+        detail = f"loss {record.loss:.4f}{each}{held_out}  {record.pictures_per_second:.1f} pictures/s"
         self.stage("training", record.step, total, detail=detail)
+        if len(record.held_out_losses) > 1:
+            parts = ", ".join(f"{name} {loss:.4f}" for name, loss in record.held_out_losses.items())
+            self.say(f"held out at step {record.step}: {parts}")
         if self.show and not self.console.is_terminal and (record.held_out is not None or record.step % 50 == 0):
             self.say(f"step {record.step} of {total}  {detail}")

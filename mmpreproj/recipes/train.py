@@ -10,24 +10,31 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import cast
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from diffusers.training_utils import free_memory
 from rich.console import Console
 
+from mmpreproj.data.clouds import read_clouds
 from mmpreproj.data.encoding import EncodedPictures, encode_pictures, split_held_out
 from mmpreproj.data.folder import FolderSource
+from mmpreproj.data.furniture import FurnitureSource
 from mmpreproj.data.openmoji import OpenMojiSource
 from mmpreproj.data.pictures import PictureSource, SkippedPicture
+from mmpreproj.data.triplets import TripletFolderSource, TripletSource
 from mmpreproj.patching.card import draw_profile
+from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.lookup import is_patched
+from mmpreproj.patching.point_config import PointPathConfig
 from mmpreproj.patching.profile import profile
 from mmpreproj.patching.storage import save
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 from mmpreproj.recipes.figures import draw_loss_curves
-from mmpreproj.recipes.output import check_inputs_survive, check_output, clear_output
+from mmpreproj.recipes.output import check_inputs_survive, check_output, clear_output, preview_path
 from mmpreproj.recipes.preparation import prepare_pipeline
+from mmpreproj.recipes.previews import draw_previews, preview_prompts
 from mmpreproj.recipes.progress import Reporter
 from mmpreproj.training.config import ConfigError, DataConfig, TrainConfig
 from mmpreproj.training.config_file import write_config
@@ -49,6 +56,8 @@ class TrainingRun:
         skipped: pictures that could not be read.
         counts: pictures trained on, and held out.
         captions: those of the pictures trained on.
+        pictures: all of them, encoded.
+        places: which of `pictures` were trained on, and which held out.
         seconds: wall-clock time of each stage.
     """
 
@@ -59,6 +68,8 @@ class TrainingRun:
     skipped: tuple[SkippedPicture, ...]
     counts: tuple[int, int]
     captions: frozenset[str] = frozenset()
+    pictures: EncodedPictures | None = None
+    places: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -70,8 +81,9 @@ class TrainingRun:
 def run_training(config: TrainConfig, *, console: Console | None = None, overwrite: bool = False) -> TrainingRun:
     """Train as a configuration says and write everything below `config.output`.
 
-    Written are `config.yaml`, `metrics.jsonl` (as it goes), `loss.png`, `profile.png`, `checkpoints/`, and at the end
-    `adapter/` (mode `probe`) or `model/`, a pipeline folder (mode `full`).
+    Written are `config.yaml`, `metrics.jsonl` (as it goes), `loss.png`, `profile.png`, `checkpoints/`, `previews/`
+    (where points are trained: shapes for some prompts at each evaluation), and at the end `adapter/` (mode `probe`) or
+    `model/`, a pipeline folder (mode `full`).
 
     Args:
         config: the run's settings.
@@ -110,23 +122,30 @@ def run_training(config: TrainConfig, *, console: Console | None = None, overwri
                 skipped=pictures.skipped,
                 counts=(len(train_indices), len(held_indices)),
                 captions=frozenset(pictures.captions[index] for index in train_indices),
+                pictures=pictures,
+                places=(tuple(train_indices), tuple(held_indices)),
                 seconds=seconds,
             )
             if accelerator.is_main_process:
                 write_results(run)
         finally:
             if accelerator.is_main_process:
-                _say_skipped(pictures.skipped, reporter)
+                _say_skipped("picture", pictures.skipped, "left out", reporter)
+                _say_skipped("cloud", pictures.skipped_clouds, "its picture trained without", reporter)
     accelerator.wait_for_everyone()
     return run
 
 
 def open_source(data: DataConfig) -> PictureSource:
-    """Open the pictures that a configuration names; see `FolderSource` and `OpenMojiSource` for errors."""
+    """Open the pictures that a configuration names; see the sources in `mmpreproj.data` for errors."""
     if data.source == "openmoji":
         return OpenMojiSource(render_size=max(64, data.resolution))
     if data.folder is None:
-        raise ConfigError("data.folder: missing; source 'folder' needs it")
+        raise ConfigError(f"data.folder: missing; source {data.source!r} needs it")
+    if data.source == "furniture":
+        return FurnitureSource(data.folder)
+    if data.points_column is not None:
+        return TripletFolderSource(data.folder, caption_column=data.caption_column, points_column=data.points_column)
     return FolderSource(data.folder, caption_column=data.caption_column)
 
 
@@ -152,7 +171,13 @@ def _where(model: str) -> str:
 
 def _split(captions: Sequence[str], config: TrainConfig) -> tuple[list[int], list[int]]:
     data = config.data
-    return split_held_out(captions, data.held_out, seed=config.seed, always_train=data.always_train)
+    return split_held_out(
+        captions,
+        data.held_out,
+        seed=config.seed if data.held_out_seed is None else data.held_out_seed,
+        always_train=data.always_train,
+        by=data.held_out_by,
+    )
 
 
 def _encode(
@@ -178,7 +203,25 @@ def _encode(
     for module in encoders:
         module.to("cpu")
     free_memory()
-    return pictures
+    return _add_clouds(pictures, source, config, reporter=reporter) if config.trains_points else pictures
+
+
+def _add_clouds(
+    pictures: EncodedPictures, source: PictureSource, config: TrainConfig, *, reporter: Reporter
+) -> EncodedPictures:
+    points = cast(PointPathConfig, cast(PreProjConfig, config.adapter).points)
+    skipped: list[SkippedPicture] = []
+    clouds, has_cloud = read_clouds(
+        cast(TripletSource, source),
+        pictures.places,
+        count=config.points.stored,
+        features=points.features,
+        to_unit_ball=points.normalise == "unit_ball",
+        seed=config.seed,
+        skipped=skipped,
+        on_read=lambda done: reporter.stage("clouds", done, len(pictures)),
+    )
+    return pictures.with_clouds(clouds, has_cloud, skipped=skipped)
 
 
 def _train(
@@ -190,13 +233,20 @@ def _train(
     reporter: Reporter,
 ) -> list[StepRecord]:
     history: list[StepRecord] = []
+    shapes = _prompts_of_previews(splits, config)
 
     def on_step(record: StepRecord) -> None:
         history.append(record)
         reporter.step(record, config.steps)
-        if accelerator.is_main_process:
-            with (config.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(record)) + "\n")
+        if not accelerator.is_main_process:
+            return
+        with (config.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+        if shapes and record.step and (record.held_out_losses or record.step == config.steps):
+            path = preview_path(config.output, record.step)
+            reason = draw_previews(pipeline, shapes, path)
+            if reason is not None:
+                reporter.say(f"no preview of shapes at step {record.step}: {reason}")
 
     if accelerator.is_main_process:
         clear_output(config.output)  # only now: nothing that is refused costs an earlier run's results
@@ -214,12 +264,21 @@ def _train(
     return history
 
 
-def _say_skipped(skipped: tuple[SkippedPicture, ...], reporter: Reporter) -> None:
+def _prompts_of_previews(
+    splits: tuple[EncodedPictures, EncodedPictures], config: TrainConfig
+) -> list[tuple[str, str]]:
+    points = None if config.adapter is None else config.adapter.points
+    if points is None or not points.generate:
+        return []
+    return preview_prompts(*splits, count=config.points.previews)
+
+
+def _say_skipped(what: str, skipped: tuple[SkippedPicture, ...], consequence: str, reporter: Reporter) -> None:
     if skipped:
-        pictures = "1 picture" if len(skipped) == 1 else f"{len(skipped)} pictures"
-        reporter.say(f"{pictures} could not be read and left out:")
-    for picture in skipped:
-        reporter.say(f"  {picture.name}: {picture.reason}")
+        files = f"1 {what}" if len(skipped) == 1 else f"{len(skipped)} {what}s"
+        reporter.say(f"{files} could not be read and {consequence}:")
+    for file in skipped:
+        reporter.say(f"  {file.name}: {file.reason}")
 
 
 @contextmanager

@@ -76,26 +76,45 @@ class DataConfig(Section):
     """Where the captioned pictures come from.
 
     Attributes:
-        source: `folder`, a folder with metadata.jsonl or metadata.csv; `openmoji`, drawings from installed packages.
-        folder: the folder, for `source: folder`.
+        source: `folder`, a folder with metadata.jsonl or metadata.csv; `openmoji`, drawings from installed packages;
+            `furniture`, named shapes with icons from an unpacked Debian package.
+        folder: the folder, for `source: folder` and `source: furniture`.
         caption_column: name of the caption column in the metadata.
+        points_column: name of the column with each row's cloud or mesh file; None reads no clouds.
         resolution: side of the square training pictures, in pixels.
         held_out: number of pictures that are never trained on and measure the held-out loss; 0 for none.
+        held_out_by: `picture`; or `caption`, which holds out whole captions with all their pictures, until there are
+            as many as `held_out`.
+        held_out_seed: of the choice of what is held out; None takes the run's own, so that runs with several seeds
+            hold out different pictures.
         always_train: captions that must not be held out.
     """
 
-    source: Literal["folder", "openmoji"] = "folder"
+    source: Literal["folder", "openmoji", "furniture"] = "folder"
     folder: Path | None = None
     caption_column: str = "text"
+    points_column: str | None = None
     resolution: int = Field(default=512, ge=8)
     held_out: int = Field(default=0, ge=0)
+    held_out_by: Literal["picture", "caption"] = "picture"
+    held_out_seed: int | None = Field(default=None, ge=0)
     always_train: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _folder_is_named(self) -> DataConfig:
         if self.source == "folder" and self.folder is None:
             raise ValueError("source 'folder' needs folder: the path of a folder with pictures and metadata.jsonl")
+        if self.source == "furniture" and self.folder is None:
+            raise ValueError(
+                "source 'furniture' needs folder: where the Debian package sweethome3d-furniture was unpacked, "
+                "furniture/usr/share/sweethome3d/furniture"
+            )
         return self
+
+    @property
+    def has_clouds(self) -> bool:
+        """Whether the source has clouds beside its pictures."""
+        return self.source == "furniture" or (self.source == "folder" and self.points_column is not None)
 
 
 class OptimizerConfig(Section):
@@ -134,6 +153,29 @@ class FlowConfig(Section):
     logit_mean: float = 0.0
     logit_std: float = Field(default=1.0, gt=0)
     shift: float | None = Field(default=None, gt=0)
+
+
+class PointTraining(Section):
+    """How clouds are trained on, where the adapter has `points`.
+
+    Attributes:
+        stored: points that each cloud is read as, once.
+        per_step: points drawn from each cloud at a step, to be made from noise.
+        shown: most points drawn from each cloud at a step, to be shown to its picture; a quarter of that at least, so
+            that the model learns from clouds of different sizes.
+        dropout: share of pictures that are shown no cloud.
+        weight: of the loss of points, that of pictures being 1.
+        flow: noise levels of points; no shift by default, whatever the scheduler's.
+        previews: shapes that are generated and drawn at each evaluation.
+    """
+
+    stored: int = Field(default=4096, ge=2)
+    per_step: int = Field(default=512, ge=1)
+    shown: int = Field(default=256, ge=1)
+    dropout: float = Field(default=0.5, ge=0, le=1)
+    weight: float = Field(default=1.0, ge=0)
+    flow: FlowConfig = Field(default_factory=lambda: FlowConfig(shift=1.0))
+    previews: int = Field(default=8, ge=0)
 
 
 def _read_adapter(value: Any) -> Any:
@@ -181,6 +223,7 @@ class TrainConfig(Section):
         data: the pictures.
         optimizer: the updates.
         flow: the noise levels.
+        points: how clouds are trained on, where the adapter has `points`.
         steps: number of optimiser steps.
         batch_size: pictures per step and process, before accumulation.
         gradient_accumulation: batches per optimiser step.
@@ -214,6 +257,7 @@ class TrainConfig(Section):
     data: DataConfig
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     flow: FlowConfig = Field(default_factory=FlowConfig)
+    points: PointTraining = Field(default_factory=PointTraining)
     steps: int = Field(default=1000, ge=1)
     batch_size: int = Field(default=1, ge=1)
     gradient_accumulation: int = Field(default=1, ge=1)
@@ -236,3 +280,18 @@ class TrainConfig(Section):
         if self.mode == "probe" and isinstance(self.model, ScratchModel):
             raise ValueError("mode 'probe' would leave a new model's random weights as they are; set mode: full")
         return self
+
+    @model_validator(mode="after")
+    def _points_have_clouds(self) -> TrainConfig:
+        if self.trains_points and not self.data.has_clouds:
+            raise ValueError(
+                "adapter.points is set, but the data has no clouds; set data.points_column to the column of the "
+                "metadata that names each row's cloud or mesh file, or data.source: furniture, or leave "
+                "adapter.points out"
+            )
+        return self
+
+    @property
+    def trains_points(self) -> bool:
+        """Whether clouds are trained on beside pictures."""
+        return self.adapter is not None and self.adapter.points is not None

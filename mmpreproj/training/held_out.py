@@ -56,12 +56,15 @@ class HeldOutLoss:
             encoder_hidden_states=torch.stack([item["tokens"] for item in batch]).to(device),
             pooled_projections=torch.stack([item["pooled"] for item in batch]).to(device),
             timestep=sigmas * self.timesteps,
-            joint_attention_kwargs=attention_kwargs(
-                transformer, torch.stack([item["mask"] for item in batch]).to(device)
-            ),
+            joint_attention_kwargs=self._attention_kwargs(transformer, batch, device),
             return_dict=False,
         )[0]
         return (predicted.float() - velocity(clean, noise)).square().cpu().double().sum()
+
+    def _attention_kwargs(
+        self, transformer: nn.Module, batch: list[dict[str, Tensor]], device: torch.device
+    ) -> dict[str, Tensor] | None:
+        return attention_kwargs(transformer, torch.stack([item["mask"] for item in batch]).to(device))
 
     def _noise(self, picture: int, level: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + picture * self.sigmas.shape[1] + level)

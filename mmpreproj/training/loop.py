@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from mmpreproj.training.config import ConfigError, TrainConfig
 from mmpreproj.training.held_out import HeldOutLoss
 from mmpreproj.training.objective import FlowObjective
 from mmpreproj.training.optimisation import make_optimizer, make_schedule, select_trainable
+from mmpreproj.training.triplets import CloudHeldOutLoss, PointHeldOutLoss, TripletObjective
+
+HeldOut = Callable[[nn.Module], float]
 
 
 class TrainingDivergedError(RuntimeError):
@@ -38,6 +41,8 @@ class StepRecord:
         learning_rate: that the step took, of the first parameter group.
         grad_norm: global norm before clipping.
         pictures_per_second: since the run began, evaluation and checkpoints left out.
+        losses: mean loss of the step's batches for each modality.
+        held_out_losses: held-out loss for each modality, and for pictures with and without clouds, where measured.
     """
 
     step: int
@@ -46,6 +51,8 @@ class StepRecord:
     learning_rate: float
     grad_norm: float | None
     pictures_per_second: float | None
+    losses: dict[str, float] = field(default_factory=dict)
+    held_out_losses: dict[str, float] = field(default_factory=dict)
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
@@ -101,18 +108,29 @@ def train(
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()  # type: ignore[operator]
     run = _Run(transformer, pictures, config, accelerator=accelerator, shift=shift, timesteps=timesteps)
-    evaluate = None
-    if held_out is not None and len(held_out):
-        evaluate = HeldOutLoss(held_out, levels=config.held_out_levels, seed=config.seed, timesteps=timesteps)
-        on_step(StepRecord(0, None, evaluate(run.model), run.learning_rate, None, None))
+    measures = make_measures(held_out, config, timesteps=timesteps)
+    if measures:
+        start = run.measure(measures)
+        on_step(StepRecord(0, None, start["pictures"], run.learning_rate, None, None, held_out_losses=start))
     run.model.train()
     try:
         for step in range(1, config.steps + 1):
-            loss, grad_norm = run.step(step)
+            loss, grad_norm, losses = run.step(step)
             due = step == config.steps or (config.evaluate_every > 0 and step % config.evaluate_every == 0)
-            measured = evaluate(run.model) if evaluate is not None and due else None
+            measured = run.measure(measures) if due else {}
             run.check_held_out(measured, step)
-            on_step(StepRecord(step, loss, measured, run.learning_rate, grad_norm, run.pictures_per_second))
+            on_step(
+                StepRecord(
+                    step,
+                    loss,
+                    measured.get("pictures"),
+                    run.learning_rate,
+                    grad_norm,
+                    run.pictures_per_second,
+                    losses=losses,
+                    held_out_losses=measured,
+                )
+            )
             checkpoint_due = config.checkpoint_every > 0 and step % config.checkpoint_every == 0
             if checkpoint_due or step == config.steps:
                 run.check_weights(step)
@@ -138,20 +156,26 @@ class _Run:
     ) -> None:
         self.config = config
         self.accelerator = accelerator
-        self.objective = FlowObjective(
-            pictures.empty,
-            flow=config.flow,
-            shift=shift,
-            timesteps=timesteps,
-            caption_dropout=config.caption_dropout,
-            seed=config.seed + 1 + accelerator.process_index,
+        settings: dict[str, Any] = {
+            "flow": config.flow,
+            "shift": shift,
+            "timesteps": timesteps,
+            "caption_dropout": config.caption_dropout,
+            "seed": config.seed + 1 + accelerator.process_index,
+        }
+        self.objective: FlowObjective = (
+            TripletObjective(pictures.empty, points=config.points, **settings)
+            if config.trains_points
+            else FlowObjective(pictures.empty, **settings)
         )
+        self.transformer = transformer
+        denoiser = self.objective.denoiser(transformer)
         optimizer = make_optimizer(transformer, config.optimizer)
-        self._forward = vars(transformer).get("forward")
+        self._forward = vars(denoiser).get("forward")
         # Not prepared by accelerate, which would step it once per process.
         self.schedule = make_schedule(optimizer, warmup_steps=config.optimizer.warmup_steps, steps=config.steps)
         self.model, self.optimizer, loader = accelerator.prepare(
-            transformer,
+            denoiser,
             optimizer,
             make_loader(pictures, config.batch_size, seed=config.seed, processes=accelerator.num_processes),
         )
@@ -165,16 +189,19 @@ class _Run:
     def pictures_per_second(self) -> float:
         return self.pictures / max(self.seconds, 1e-9)
 
-    def step(self, step: int) -> tuple[float, float]:
-        """Take one optimiser step; return the mean loss of its batches and the gradient's norm."""
+    def step(self, step: int) -> tuple[float, float, dict[str, float]]:
+        """Take one optimiser step; return its batches' mean loss, the gradient's norm, and the loss by modality."""
         began = time.perf_counter()
-        losses = []
+        losses: list[float] = []
+        parts: list[dict[str, Tensor]] = []
         for _ in range(self.config.gradient_accumulation):
             with self.accelerator.accumulate(self.model):
                 batch = self.last_batch = next(self.batches)
-                loss = self.objective(self.model, batch)
+                parts.append(self.objective.losses(self.model, batch))
+                loss = self.objective.total(parts[-1])
                 losses.append(self._check_loss(loss, step))
                 self.accelerator.backward(loss)
+                parts[-1] = {name: part.detach() for name, part in parts[-1].items()}
                 if self.accelerator.sync_gradients:
                     grad_norm = self._clip(step)
                 self.optimizer.step()
@@ -184,12 +211,21 @@ class _Run:
         if not self.accelerator.optimizer_step_was_skipped:
             self.schedule.step()
         self.seconds += time.perf_counter() - began
-        return sum(losses) / len(losses), grad_norm
+        means = {name: float(sum(part[name] for part in parts)) / len(parts) for name in parts[0]}
+        return sum(losses) / len(losses), grad_norm, means
 
-    def check_held_out(self, loss: float | None, step: int) -> None:
+    def measure(self, measures: dict[str, HeldOut]) -> dict[str, float]:
+        """Measure the held-out losses."""
+        # The pictures' through the prepared model, in its precision, as far as it is the transformer.
+        model = self.model if self.objective.denoiser(self.transformer) is self.transformer else self.transformer
+        return {name: measure(model) for name, measure in measures.items()}
+
+    def check_held_out(self, losses: dict[str, float], step: int) -> None:
         """Stop if a held-out loss is not finite."""
-        if loss is not None and not math.isfinite(loss):
-            self._stop(f"the held-out loss is {loss}", step)
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                whose = "" if name == "pictures" else f" of {name}"
+                self._stop(f"the held-out loss{whose} is {loss}", step)
 
     @torch.no_grad()
     def check_weights(self, step: int) -> None:
@@ -202,7 +238,7 @@ class _Run:
         if not all(bool(torch.isfinite(parameter).all()) for parameter in trained):
             self._stop("a trained weight is not finite after the update", step)
         state = self.objective.generator.get_state()
-        loss = self.objective(self.model, self.last_batch)
+        loss = self.objective.total(self.objective.losses(self.model, self.last_batch))
         self.objective.generator.set_state(state)
         self._check_loss(loss, step)
 
@@ -211,7 +247,7 @@ class _Run:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             write_checkpoint(
-                self.accelerator.unwrap_model(self.model),
+                self.transformer,
                 self._checkpoint_folder,
                 step=step,
                 mode=self.config.mode,
@@ -232,7 +268,7 @@ class _Run:
     def finish(self) -> nn.Module:
         """Return the transformer in eval mode, once every process is done."""
         self.accelerator.wait_for_everyone()
-        return self.accelerator.unwrap_model(self.model).eval()
+        return self.transformer.eval()
 
     @property
     def _checkpoint_folder(self) -> Path:
@@ -260,6 +296,22 @@ class _Run:
             + (f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet")
             + ". Lower optimizer.learning_rate, or use precision: bf16 or no if this run used fp16"
         )
+
+
+def make_measures(held_out: EncodedPictures | None, config: TrainConfig, *, timesteps: int) -> dict[str, HeldOut]:
+    """Build what is measured on pictures that are never trained on, by name; nothing where there are none."""
+    if held_out is None or not len(held_out):
+        return {}
+    settings: dict[str, Any] = {"levels": config.held_out_levels, "seed": config.seed, "timesteps": timesteps}
+    measures: dict[str, HeldOut] = {"pictures": HeldOutLoss(held_out, **settings)}
+    points = config.adapter.points if config.adapter is not None else None
+    if points is None or held_out.has_cloud is None or not held_out.has_cloud.any():
+        return measures
+    if points.condition:
+        measures["pictures with clouds"] = CloudHeldOutLoss(held_out, shown=config.points.shown, **settings)
+    if points.generate:
+        measures["points"] = PointHeldOutLoss(held_out, per_cloud=config.points.per_step, **settings)
+    return measures
 
 
 def make_loader(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from diffusers.training_utils import compute_density_for_timestep_sampling
@@ -48,26 +50,40 @@ class FlowObjective:
 
         It has latents `[B, C, h, w]`, and of the captions tokens `[B, L, D]`, pooled `[B, P]` and mask `[B, L]`.
         """
+        inputs, target = self.noisy_pictures(transformer, batch)
+        return F.mse_loss(transformer(**inputs)[0].float(), target)
+
+    def denoiser(self, transformer: nn.Module) -> nn.Module:
+        """Return what the loss is computed with, and so what is prepared for several processes: the transformer."""
+        return transformer
+
+    def losses(self, denoiser: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the loss of a batch for each modality; see `__call__`."""
+        return {"pictures": self(denoiser, batch)}
+
+    def total(self, losses: dict[str, Tensor]) -> Tensor:
+        """Return what is minimised."""
+        return losses["pictures"]
+
+    def noisy_pictures(self, transformer: nn.Module, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        """Draw noise for a batch; return what the transformer is called with, and the velocity it should give."""
         clean = batch["latents"]
         noise = torch.randn(clean.shape, generator=self.generator).to(clean.device)
         sigmas = self.draw_sigmas(len(clean)).to(clean.device)  # [B]
         tokens, pooled, mask = self.drop_captions(batch["tokens"], batch["pooled"], batch["mask"])
-        predicted = transformer(
-            hidden_states=interpolate(clean, noise, sigmas),
-            encoder_hidden_states=tokens,
-            pooled_projections=pooled,
-            timestep=sigmas * self.timesteps,
-            joint_attention_kwargs=attention_kwargs(transformer, mask),
-            return_dict=False,
-        )[0]
-        return F.mse_loss(predicted.float(), velocity(clean, noise))
+        inputs = {
+            "hidden_states": interpolate(clean, noise, sigmas),
+            "encoder_hidden_states": tokens,
+            "pooled_projections": pooled,
+            "timestep": sigmas * self.timesteps,
+            "joint_attention_kwargs": attention_kwargs(transformer, mask),
+            "return_dict": False,
+        }
+        return inputs, velocity(clean, noise)
 
     def draw_sigmas(self, count: int) -> Tensor:
         """Draw noise levels `[count]` in (0, 1)."""
-        uniform = compute_density_for_timestep_sampling(
-            "logit_normal", count, self.flow.logit_mean, self.flow.logit_std, generator=self.generator
-        )
-        return shift_sigmas(uniform, self.shift)
+        return draw_sigmas(count, self.flow, shift=self.shift, generator=self.generator)
 
     def drop_captions(self, tokens: Tensor, pooled: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Replace a random share of captions `[B, L, D]`, `[B, P]`, `[B, L]` by the empty prompt."""
@@ -76,6 +92,14 @@ class FlowObjective:
         pooled = torch.where(dropped[:, None], self.empty.pooled.to(pooled), pooled)  # [B, P]
         mask = torch.where(dropped[:, None], self.empty.mask.to(mask), mask)  # [B, L]
         return tokens, pooled, mask
+
+
+def draw_sigmas(count: int, flow: FlowConfig, *, shift: float, generator: torch.Generator) -> Tensor:
+    """Draw noise levels `[count]` in (0, 1) as a configuration says, shifted."""
+    uniform = compute_density_for_timestep_sampling(
+        "logit_normal", count, flow.logit_mean, flow.logit_std, generator=generator
+    )
+    return shift_sigmas(uniform, shift)
 
 
 def attention_kwargs(transformer: nn.Module, mask: Tensor) -> dict[str, Tensor] | None:

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import mmpreproj
+from mmpreproj import PreProjConfig
 from mmpreproj.pipelines import PreProjSD3Pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,10 +160,10 @@ def make_pixel_pipeline(
 ) -> Callable[..., PreProjSD3Pipeline]:
     """Build a pipeline as the quickstart's: BERT for text, no VAE, 8×8 pixels; patched unless told otherwise."""
 
-    def make(*, patched: bool = True, **overrides: Any) -> PreProjSD3Pipeline:
+    def make(*, patched: bool = True, config: PreProjConfig | None = None, **overrides: Any) -> PreProjSD3Pipeline:
         transformer = make_transformer(in_channels=3, out_channels=3, pooled_projection_dim=24)
         if patched:
-            mmpreproj.patch(transformer)
+            mmpreproj.patch(transformer, config)
             shake(transformer)
         text_encoder, tokenizer = make_bert()
         components = {

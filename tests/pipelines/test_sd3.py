@@ -78,9 +78,13 @@ def test_skip_layer_guidance_and_dynamic_shifting_equal_the_stock_pipelines(stoc
 
 
 def test_signatures_are_the_parents():
-    for name in ("__call__", "encode_prompt", "save_pretrained"):
+    for name in ("encode_prompt", "save_pretrained"):
         ours, stock = getattr(PreProjSD3Pipeline, name), getattr(StableDiffusion3Pipeline, name)
         assert inspect.signature(ours) == inspect.signature(stock)
+    ours, stock = (inspect.signature(cls.__call__) for cls in (PreProjSD3Pipeline, StableDiffusion3Pipeline))
+    *parents, cloud = ours.parameters.values()
+    assert parents == list(stock.parameters.values())
+    assert (cloud.name, cloud.kind, cloud.default) == ("point_cloud", inspect.Parameter.KEYWORD_ONLY, None)
 
 
 @pytest.mark.parametrize("output_type", ["pil", "np", "pt", "latent"])
@@ -431,6 +435,16 @@ def test_from_pipe_takes_components_as_they_are(make_pixel_pipeline, tmp_path):
     made = PreProjSD3Pipeline.from_pipe(pipe)
     assert made.transformer is pipe.transformer and not mmpreproj.is_patched(pipe.transformer)
     assert made.name_or_path == pipe.name_or_path == tmp_path / "model"
+
+
+def test_from_pipe_casts_nothing_unless_told_to(stock_components, shake, draw):
+    """diffusers' own casts what both pipelines share to float32."""
+    pipe = patched(stock_components, shake)
+    pipe.transformer.bfloat16()
+    made = PreProjSD3Pipeline.from_pipe(pipe)
+    assert (made.transformer.dtype, made.vae.dtype) == (torch.bfloat16, torch.float32)
+    assert adapter_of(made).keys() and {value.dtype for value in adapter_of(made).values()} == {torch.bfloat16}
+    assert PreProjSD3Pipeline.from_pipe(pipe, dtype=torch.float64).vae.dtype == torch.float64
 
 
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])

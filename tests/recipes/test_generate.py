@@ -10,7 +10,7 @@ from PIL import Image
 
 import mmpreproj
 from mmpreproj.pipelines import PreProjSD3Pipeline
-from mmpreproj.recipes.generate import Sampling, best_device, describe, generate, write_pictures
+from mmpreproj.recipes.generate import Sampling, best_device, describe, generate, parse_size, write_pictures
 from mmpreproj.recipes.loading import load_pipeline
 
 
@@ -146,6 +146,56 @@ def test_a_size_beyond_the_models_positions_is_refused_with_the_largest(pipeline
     assert generate(pipeline, ["x"], Sampling(steps=1, size=largest))[0][1][0].size == (largest, largest)
     with pytest.raises(ValueError, match=f"size: {largest + 2} pixels are more .* takes {largest} at most"):
         generate(pipeline, ["x"], Sampling(steps=1, size=largest + 2))
+
+
+def test_a_size_may_be_a_width_and_a_height(pipeline):
+    largest = pipeline.transformer.config.pos_embed_max_size * pipeline.transformer.config.patch_size
+    for size in ((12, 8), (6, largest), (10, 10)):
+        assert generate(pipeline, ["x"], Sampling(steps=1, size=size))[0][1][0].size == size
+    square, pair = (generate(pipeline, ["x"], Sampling(steps=2, size=size))[0][1] for size in (12, (12, 12)))
+    assert np.array_equal(pixels(square), pixels(pair))
+    for size in ((largest + 2, 8), (8, largest + 2)):
+        with pytest.raises(ValueError, match=f"size: {largest + 2} pixels are more .* takes {largest} at most"):
+            generate(pipeline, ["x"], Sampling(steps=1, size=size))
+
+
+@pytest.mark.parametrize(
+    ("size", "match"),
+    [
+        (9, "size: 9 pixels do not divide into patches of 2; take 8 or 10$"),
+        ((8, 15), "size: 15 pixels do not divide into patches of 2; take 14 or 16$"),
+        ((1, 8), "size: 1 pixels do not divide into patches of 2; take 2$"),
+    ],
+)
+def test_sides_divide_into_patches(pipeline, size, match):
+    with pytest.raises(ValueError, match=match):
+        generate(pipeline, ["x"], Sampling(steps=1, size=size))
+
+
+def test_patches_are_counted_in_pixels_of_the_picture(saved_pipelines):
+    pipeline = PreProjSD3Pipeline.from_pretrained(saved_pipelines["latents"])
+    assert generate(pipeline, ["x"], Sampling(steps=1, size=(12, 8)))[0][1][0].size == (12, 8)
+    with pytest.raises(ValueError, match="size: 10 pixels do not divide into patches of 4; take 8 or 12"):
+        generate(pipeline, ["x"], Sampling(steps=1, size=(12, 10)))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("64", 64), ("48x32", (48, 32)), ("48X32", (48, 32)), ("48×32", (48, 32)), (" 8 ", 8)]
+)
+def test_sizes_are_read_from_text(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "48x", "x32", "48x32x8", "-4", "4.5", "48 32", "big"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="size: expected a side such as 64, or width and height such as 48x32; got"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("size", [0, -8, (8, 0), (8,), (8, 8, 8), [8, 8], 8.0])
+def test_a_size_has_pixels(size):
+    with pytest.raises(ValueError, match="size must be a side or a width and a height, of at least 1 pixel; got"):
+        Sampling(size=size)
 
 
 def test_rotary_positions_have_no_end(pipeline):

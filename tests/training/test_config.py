@@ -7,11 +7,13 @@ import pytest
 import yaml
 
 from mmpreproj.patching.config import PreProjConfig
+from mmpreproj.patching.point_config import PointPathConfig
 from mmpreproj.training.config import ConfigError, OptimizerConfig, ScratchModel, TrainConfig
 from mmpreproj.training.config_file import read_config, write_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-SHIPPED = ("quickstart.yaml", "sd3_medium_probe.yaml", "sd35_medium_probe.yaml")
+SHIPPED = ("furniture_points.yaml", "quickstart.yaml", "sd3_medium_probe.yaml", "sd35_medium_probe.yaml")
+FROM_NOTHING = ("furniture_points.yaml", "quickstart.yaml")
 MINIMAL = {"model": "some/base", "output": "runs/x", "data": {"folder": "pics"}}
 SCRATCH = {**MINIMAL, "mode": "full", "model": {"width": 32, "heads": 2}}
 
@@ -50,8 +52,9 @@ def test_every_shipped_file_is_a_configuration():
     assert {path.name for path in CONFIGS.glob("*.yaml")} == set(SHIPPED)
     for name in SHIPPED:
         config = read_config(CONFIGS / name)
-        assert config.adapter == PreProjConfig(), name
-        assert isinstance(config.model, ScratchModel) == (config.mode == "full") == (name == "quickstart.yaml")
+        points = PointPathConfig() if name == "furniture_points.yaml" else None
+        assert config.adapter == PreProjConfig(points=points), name
+        assert isinstance(config.model, ScratchModel) == (config.mode == "full") == (name in FROM_NOTHING)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -311,3 +314,27 @@ def test_every_fault_is_listed_at_once(refusal):
 @pytest.mark.parametrize("spelling", ["precision=no", "precision=false", "precision='no'"])
 def test_full_precision_can_be_asked_for_in_the_words_of_our_own_messages(spelling):
     assert read_config(CONFIGS / "sd3_medium_probe.yaml", [spelling]).precision == "no"
+
+
+# --- points ----------------------------------------------------------------------------------------------------------
+
+
+POINTED = {**MINIMAL, "adapter": {"points": {"features": 3}}}
+
+
+def test_points_are_read_with_the_adapter_and_need_clouds(read, refusal):
+    config = read(POINTED, "data.points_column=points", "points.shown=64")
+    assert config.adapter.points == PointPathConfig(features=3)
+    assert (config.trains_points, config.points.shown, config.points.flow.shift) == (True, 64, 1.0)
+    assert "the data has no clouds; set data.points_column" in refusal(POINTED)
+    assert not read(MINIMAL).trains_points
+
+
+def test_mistakes_of_points_are_named(refusal):
+    assert "did you mean 'features'" in refusal(POINTED, "adapter.points.feature=3", "data.points_column=points")
+    assert "points.dropout" in refusal(POINTED, "points.dropout=2", "data.points_column=points")
+    assert "skip is False" in refusal(POINTED, "adapter.skip=false", "data.points_column=points")
+
+
+def test_furniture_needs_a_folder(refusal):
+    assert "sweethome3d-furniture was unpacked" in refusal({**MINIMAL, "data": {"source": "furniture"}})

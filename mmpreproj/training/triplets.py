@@ -1,0 +1,217 @@
+"""Text, picture and shape in one model: what is minimised where a batch has clouds, and how it is measured."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmpreproj.core.flow import interpolate, spread_sigmas, velocity
+from mmpreproj.data.encoding import EncodedPictures
+from mmpreproj.patching.hooks import POINT_CLOUD, POINT_MASK
+from mmpreproj.patching.point_path import PointAdapter
+from mmpreproj.points.path import point_path, point_velocity
+from mmpreproj.training.config import PointTraining
+from mmpreproj.training.held_out import HeldOutLoss
+from mmpreproj.training.objective import FlowObjective, draw_sigmas
+
+
+class TripletDenoiser(nn.Module):
+    """A transformer with a point path, in one call for pictures and points: several processes count calls.
+
+    Args:
+        transformer: patched, with a point path.
+    """
+
+    def __init__(self, transformer: nn.Module) -> None:
+        super().__init__()
+        self.transformer = transformer
+
+    def forward(self, pictures: dict[str, Any], points: dict[str, Any] | None) -> tuple[Tensor, Tensor | None]:
+        """Return the velocity of pictures `[B, C, h, w]`, and that of points `[B, P, 3 + F]` where some are given.
+
+        Args:
+            pictures: arguments of the transformer.
+            points: arguments of `point_velocity`.
+        """
+        picture = self.transformer(**pictures)[0]
+        return picture, None if points is None else point_velocity(self.transformer, **points)
+
+
+class TripletObjective(FlowObjective):
+    """The rectified-flow losses of text→picture, (text, cloud)→picture and text→points, on the same batch.
+
+    Pictures are shown their clouds or, for a share of them, none. Every cloud has noise of one level. Rows without a
+    cloud take part with their picture alone.
+
+    Args:
+        points: how clouds are trained on.
+        settings: those of `FlowObjective`.
+    """
+
+    def __init__(self, *settings: Any, points: PointTraining, **named: Any) -> None:
+        super().__init__(*settings, **named)
+        self.points = points
+        self.points_shift = points.flow.shift or 1.0
+
+    def denoiser(self, transformer: nn.Module) -> nn.Module:
+        """Return what the loss is computed with; see `TripletDenoiser`."""
+        return TripletDenoiser(transformer)
+
+    def losses(self, denoiser: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the losses of a batch: `pictures`, and `points` where the path generates.
+
+        Beside what pictures need the batch has `cloud` `[B, K, 3 + F]`, and the truth values `has_cloud` `[B]`.
+        """
+        transformer = inner_transformer(denoiser)
+        path = point_path(transformer)
+        pictures, target = self.noisy_pictures(transformer, batch)
+        if path.pooling is not None:
+            pictures["joint_attention_kwargs"] = {
+                **(pictures["joint_attention_kwargs"] or {}),
+                **self.show_clouds(batch),
+            }
+        points, points_target = None, None
+        if path.head is not None:
+            points, points_target = self.noisy_points(batch, pictures["pooled_projections"], path)
+        picture, point = denoiser(pictures, points)
+        losses = {"pictures": F.mse_loss(picture.float(), target)}
+        if point is not None and points_target is not None:
+            errors = (point.float() - points_target).square().mean(dim=(1, 2))  # [B]
+            there = batch["has_cloud"].to(errors.dtype)
+            losses["points"] = (errors * there).sum() / there.sum().clamp(min=1)
+        return losses
+
+    def total(self, losses: dict[str, Tensor]) -> Tensor:
+        """Return what is minimised: the weighted sum."""
+        return losses["pictures"] + (self.points.weight * losses["points"] if "points" in losses else 0.0)
+
+    def show_clouds(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Draw what pictures are shown of their clouds, and for a random share nothing."""
+        most = self.points.shown
+        shown = self.draw_points(batch["cloud"], most)  # [B, S, 3 + F]
+        kept = torch.rand(len(shown), generator=self.generator) >= self.points.dropout  # [B]
+        counts = torch.randint((most + 3) // 4, most + 1, (len(shown), 1), generator=self.generator)  # [B, 1]
+        mask = kept[:, None] & (torch.arange(most) < counts)  # [B, S]
+        return {POINT_CLOUD: shown, POINT_MASK: mask.to(shown.device) & batch["has_cloud"][:, None]}
+
+    def noisy_points(
+        self, batch: dict[str, Tensor], pooled: Tensor, path: PointAdapter
+    ) -> tuple[dict[str, Any], Tensor]:
+        """Draw points and noise; return what the velocity is computed from, and what it should be `[B, P, 3 + F]`."""
+        clean = widened(self.draw_points(batch["cloud"], self.points.per_step), path)
+        noise = torch.randn(clean.shape, generator=self.generator).to(clean.device)
+        sigmas = draw_sigmas(len(clean), self.points.flow, shift=self.points_shift, generator=self.generator)
+        sigmas = sigmas.to(clean.device)  # [B]
+        inputs = {
+            "points": interpolate(clean, noise, sigmas),
+            "timestep": sigmas * self.timesteps,
+            "pooled_projections": pooled,
+        }
+        return inputs, velocity(clean, noise)
+
+    def draw_points(self, clouds: Tensor, count: int) -> Tensor:
+        """Draw points from clouds `[B, K, C]` with replacement: `[B, count, C]`."""
+        places = torch.randint(clouds.shape[1], (len(clouds), count), generator=self.generator).to(clouds.device)
+        return clouds.gather(1, places[..., None].expand(-1, -1, clouds.shape[-1]))
+
+
+class CloudHeldOutLoss(HeldOutLoss):
+    """The held-out loss of pictures that are shown a cloud.
+
+    Args:
+        pictures: encoded pictures with clouds.
+        clouds: `own`, each its own; `other`, each one of another caption, the same one every time.
+        shown: points of a cloud that are shown.
+        settings: those of `HeldOutLoss`.
+    """
+
+    def __init__(
+        self, pictures: EncodedPictures, *, clouds: Literal["own", "other"] = "own", shown: int = 256, **settings: Any
+    ) -> None:
+        super().__init__(_with_clouds_of(pictures, others=clouds == "other"), **settings)
+        self.shown = shown
+
+    def _attention_kwargs(
+        self, transformer: nn.Module, batch: list[dict[str, Tensor]], device: torch.device
+    ) -> dict[str, Tensor] | None:
+        given = super()._attention_kwargs(transformer, batch, device) or {}
+        clouds = torch.stack([item["cloud"][: self.shown] for item in batch]).to(device)  # [B, S, 3 + F]
+        there = torch.stack([item["has_cloud"] for item in batch]).to(device)
+        return {**given, POINT_CLOUD: clouds, POINT_MASK: there[:, None].expand(clouds.shape[:2])}
+
+
+class PointHeldOutLoss:
+    """Mean squared error of the velocity of points, with σ uniform over (0, 1), on fixed points, levels and noise.
+
+    Args:
+        pictures: encoded pictures with clouds that are never trained on.
+        per_cloud: points of each cloud.
+        levels: noise levels per cloud.
+        seed: of the noise.
+        timesteps: the scheduler's number of training timesteps.
+    """
+
+    def __init__(
+        self,
+        pictures: EncodedPictures,
+        *,
+        per_cloud: int = 512,
+        levels: int = 4,
+        seed: int = 0,
+        timesteps: int = 1000,
+    ) -> None:
+        self.items = [pictures[index] for index in range(len(pictures)) if bool(pictures[index]["has_cloud"])]
+        self.sigmas = spread_sigmas(len(self.items), levels)  # [N, K]
+        self.per_cloud = per_cloud
+        self.seed = seed
+        self.timesteps = timesteps
+
+    @torch.no_grad()
+    def __call__(self, transformer: nn.Module) -> float:
+        """Evaluate a transformer; its train/eval flag is left as it was."""
+        device, was_training = next(transformer.parameters()).device, transformer.training
+        transformer.eval()
+        errors = [self._error(transformer, place, device) for place in range(len(self.items))]
+        transformer.train(was_training)
+        return sum(errors) / len(errors)
+
+    def _error(self, transformer: nn.Module, place: int, device: torch.device) -> float:
+        item, sigmas = self.items[place], self.sigmas[place].to(device)  # [K]
+        clean = widened(item["cloud"][None, : self.per_cloud], point_path(transformer))
+        clean = clean.expand(len(sigmas), -1, -1).to(device)  # [K, P, 3 + F]
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + place)
+        noise = torch.randn(clean.shape, generator=generator).to(device)
+        predicted = point_velocity(
+            transformer,
+            interpolate(clean, noise, sigmas),
+            timestep=sigmas * self.timesteps,
+            pooled_projections=item["pooled"].to(device).expand(len(sigmas), -1),
+        )
+        return float(F.mse_loss(predicted.float(), velocity(clean, noise)))
+
+
+def inner_transformer(denoiser: nn.Module) -> nn.Module:
+    """Return the transformer inside a denoiser, through whatever several processes wrapped it in."""
+    return next(module for module in denoiser.modules() if isinstance(module, TripletDenoiser)).transformer
+
+
+def widened(clouds: Tensor, path: PointAdapter) -> Tensor:
+    """Make clouds `[B, P, 3 + F]` as wide as the noise: coordinates times the path's spread."""
+    return torch.cat([clouds[..., :3] * path.spread, clouds[..., 3:]], dim=-1)
+
+
+def _with_clouds_of(pictures: EncodedPictures, *, others: bool) -> EncodedPictures:
+    """Keep the pictures that have a cloud, each with its own or with that of the next one of another caption."""
+    there = [index for index in range(len(pictures)) if bool(pictures[index]["has_cloud"])]
+    kept = pictures.subset(there)
+    if not others or kept.clouds is None:
+        return kept
+    captions, count = kept.captions, len(kept.captions)
+    source = []
+    for place in range(count):
+        ahead = ((place + step) % count for step in range(count // 2, count // 2 + count))
+        source.append(next((other for other in ahead if captions[other] != captions[place]), place))
+    return kept.with_clouds(kept.clouds[source], torch.ones(count, dtype=torch.bool))

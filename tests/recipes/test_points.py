@@ -1,0 +1,124 @@
+"""A run on text, picture and shape: from a folder to a model that makes both, and what it draws on the way."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmpreproj import load
+from mmpreproj.pipelines import PreProjSD3Pipeline, PreProjShapePipeline
+from mmpreproj.recipes.previews import draw_previews, preview_prompts
+from mmpreproj.training.config import ConfigError
+
+POINTS = {"stored": 24, "per_step": 5, "shown": 6, "previews": 4}
+ADAPTER = {"points": {"frequencies": 2}}
+
+
+@pytest.fixture
+def triplets(pictures):
+    """The twelve pictures, with clouds for all but the first; the file of the last is torn."""
+    rows = [json.loads(line) for line in (pictures / "metadata.jsonl").read_text().splitlines()]
+    draws = np.random.default_rng(0)
+    for place, row in enumerate(rows[1:], start=1):
+        row["points"] = f"{place}.npy"
+        np.save(pictures / row["points"], draws.normal(size=(40, 3)).astype(np.float32))
+    (pictures / "11.npy").write_bytes(b"torn")
+    (pictures / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return pictures
+
+
+@pytest.fixture
+def point_config(make_config, triplets):
+    def make(**changes):
+        data = {"points_column": "points", "held_out": 4} | changes.pop("data", {})
+        return make_config(**({"adapter": ADAPTER, "points": POINTS, "mode": "full", "data": data} | changes))
+
+    return make
+
+
+def test_a_run_on_triplets_leaves_a_model_that_makes_pictures_and_clouds(run, point_config):
+    done, screen = run(point_config(evaluate_every=2))
+    output = done.config.output
+    assert "clouds: 12 of 12" in screen
+    assert "1 cloud could not be read and its picture trained without:\n  11.npy: " in screen
+    assert re.search(r"step 3 of 3  loss [\d.]+ \(pictures [\d.]+, points [\d.]+\)", screen)
+    assert [path.name for path in sorted((output / "previews").iterdir())] == ["step-000002.png", "step-000003.png"]
+    assert Image.open(output / "previews" / "step-000003.png").size[0] > 200
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert set(records[-1]["losses"]) == {"pictures", "points"}
+    assert set(records[-1]["held_out_losses"]) == {"pictures", "pictures with clouds", "points"}
+
+    pictured, shaped = (cls.from_pretrained(done.saved) for cls in (PreProjSD3Pipeline, PreProjShapePipeline))
+    for pipe in (pictured, shaped):
+        pipe.set_progress_bar_config(disable=True)
+    clouds = shaped("red square", num_points=7, num_inference_steps=2).clouds
+    assert clouds.shape == (1, 7, 3)
+    made = pictured("red square", point_cloud=clouds[0], num_inference_steps=2, output_type="np").images
+    assert made.shape == (1, 8, 8, 3)
+
+
+def test_a_probe_saves_the_path_with_the_adapter(run, point_config, base):
+    done, _ = run(point_config(mode="probe"))
+    fresh = PreProjShapePipeline.from_pretrained(base)
+    fresh.set_progress_bar_config(disable=True)
+    load(fresh.transformer, done.saved)
+    settings = {"num_points": 5, "num_inference_steps": 2, "output_type": "pt"}
+    shared = PreProjShapePipeline.from_pipe(done.pipeline)
+    shared.set_progress_bar_config(disable=True)
+    again = [
+        pipe("red square", generator=torch.Generator().manual_seed(2), **settings).clouds for pipe in (fresh, shared)
+    ]
+    assert torch.equal(*again)
+
+
+def test_an_earlier_runs_previews_are_refused_and_replaced_like_its_other_results(run, point_config):
+    config = point_config()
+    stale, own = config.output / "previews" / "step-000001.png", config.output / "previews" / "mine.png"
+    stale.parent.mkdir(parents=True)
+    for path in (stale, own):
+        path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"earlier run, or what looks like it \(step-000001\.png\)"):
+        run(config)
+    run(config, overwrite=True)
+    assert not stale.exists()
+    assert own.exists()
+
+
+def test_without_previews_none_are_drawn(run, point_config):
+    done, _ = run(point_config(points=POINTS | {"previews": 0}))
+    assert not (done.config.output / "previews").exists()
+
+
+def test_previews_are_of_captions_with_clouds_from_both_sides(run, point_config):
+    done, _ = run(point_config(points=POINTS | {"previews": 0}))
+    trained, held_out = (done.pictures.subset(list(places)) for places in done.places)
+    chosen = preview_prompts(trained, held_out, count=3)
+    assert [label for _, label in chosen] == ["trained", "trained", "held out"]
+    assert all(caption in {"red square", "green square", "blue square"} for caption, _ in chosen)
+
+
+def test_a_model_whose_clouds_cannot_be_drawn_ends_no_run(run, point_config, tmp_path):
+    done, _ = run(point_config(points=POINTS | {"previews": 0}))
+    for parameter in done.pipeline.transformer.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    reason = draw_previews(done.pipeline, [("red square", "trained")], tmp_path / "p.png")
+    assert "NaN or infinite" in reason
+    assert not (tmp_path / "p.png").exists()
+
+
+def test_held_out_names_follow_their_own_seed(run, point_config):
+    splits = [
+        run(
+            point_config(
+                seed=seed,
+                points=POINTS | {"previews": 0},
+                output=point_config().output.parent / f"run{seed}",
+                data={"held_out": 3, "held_out_by": "caption", "held_out_seed": 5},
+            )
+        )[0].places
+        for seed in (0, 1)
+    ]
+    assert splits[0] == splits[1]

@@ -1,0 +1,274 @@
+"""Text, picture and shape in one model: the losses against the equations, what is shown, and what moves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mmpreproj
+from mmpreproj import PointPathConfig, PreProjConfig
+from mmpreproj.patching.hooks import POINT_CLOUD, POINT_MASK
+from mmpreproj.points import point_velocity
+from mmpreproj.points.path import point_path
+from mmpreproj.training.config import FlowConfig, PointTraining
+from mmpreproj.training.held_out import HeldOutLoss
+from mmpreproj.training.loop import train
+from mmpreproj.training.triplets import (
+    CloudHeldOutLoss,
+    PointHeldOutLoss,
+    TripletDenoiser,
+    TripletObjective,
+    _with_clouds_of,
+)
+
+POINTS = {"stored": 32, "per_step": 6, "shown": 8}
+
+
+@pytest.fixture
+def make_triplets(make_pictures):
+    """Encoded pictures of which all but the second have a cloud of 32 points."""
+
+    def make(count=8, *, channels=3, without=(1,)):
+        clouds = torch.randn(count, 32, channels, generator=torch.Generator().manual_seed(5)) / 4
+        there = torch.tensor([place not in without for place in range(count)])
+        return make_pictures(count).with_clouds(clouds * there[:, None, None], there)
+
+    return make
+
+
+@pytest.fixture
+def make_model(make_transformer, shake):
+    def make(*, shaken=True, **points):
+        transformer = make_transformer()
+        mmpreproj.patch(transformer, PreProjConfig(points=PointPathConfig(**points)))
+        if shaken:
+            shake(transformer)
+        return transformer
+
+    return make
+
+
+@pytest.fixture
+def make_objective(make_pictures):
+    def make(*, caption_dropout=0.0, seed=3, timesteps=1000, **points):
+        return TripletObjective(
+            make_pictures().empty,
+            flow=FlowConfig(),
+            shift=3.0,
+            timesteps=timesteps,
+            caption_dropout=caption_dropout,
+            seed=seed,
+            points=PointTraining(**(POINTS | points)),
+        )
+
+    return make
+
+
+def batch_of(pictures, indices=None):
+    items = [pictures[index] for index in (range(len(pictures)) if indices is None else indices)]
+    return {key: torch.stack([item[key] for item in items]) for key in items[0]}
+
+
+def losses(objective, transformer, batch):
+    return objective.losses(objective.denoiser(transformer), batch)
+
+
+def test_the_loss_of_points_equals_a_reference_written_from_the_equations(make_objective, make_model, make_triplets):
+    transformer, batch = make_model(spread=1.7), batch_of(make_triplets())
+    objective = make_objective(flow={"logit_mean": 0.4, "logit_std": 0.6, "shift": 1.5})
+    drawn = objective.noisy_points(batch, batch["pooled"], point_path(transformer))
+    inputs, target = drawn
+
+    draws = torch.Generator().manual_seed(3)  # the same draws, by hand
+    places = torch.randint(32, (8, 6), generator=draws)
+    clean = torch.stack([cloud[rows] for cloud, rows in zip(batch["cloud"], places, strict=True)]) * 1.7
+    noise = torch.randn(8, 6, 3, generator=draws)
+    sigma = 1 / (1 + torch.exp(-torch.normal(0.4, 0.6, (8,), generator=draws)))
+    sigma = 1.5 * sigma / (1 + 0.5 * sigma)
+    torch.testing.assert_close(target, noise - clean)
+    torch.testing.assert_close(inputs["points"], (1 - sigma)[:, None, None] * clean + sigma[:, None, None] * noise)
+    torch.testing.assert_close(inputs["timestep"], 1000 * sigma)
+
+    predicted = point_velocity(transformer, **inputs)
+    per_cloud = (predicted - target).square().mean(dim=(1, 2))
+    expected = per_cloud[batch["has_cloud"]].mean()
+    fixed = make_objective()
+    fixed.noisy_points = lambda *arguments: drawn
+    torch.testing.assert_close(losses(fixed, transformer, batch)["points"], expected)
+
+
+def test_features_are_not_widened_with_the_coordinates(make_objective, make_model, make_triplets):
+    path = point_path(make_model(features=2, spread=3.0))
+    batch = batch_of(make_triplets(channels=5))
+    batch["cloud"] = torch.ones_like(batch["cloud"])
+    inputs, target = make_objective().noisy_points(batch, batch["pooled"], path)
+    sigma = (inputs["timestep"] / 1000)[:, None, None]
+    clean = inputs["points"] - sigma * target  # z - σ(ε - x) = x
+    torch.testing.assert_close(clean, torch.tensor([3.0, 3, 3, 1, 1]).expand_as(clean), rtol=1e-4, atol=1e-4)
+
+
+def test_the_loss_of_pictures_is_that_of_pictures_alone_where_no_cloud_is_shown(
+    make_objective, make_model, make_triplets
+):
+    transformer, batch = make_model(), batch_of(make_triplets())
+    alone = super(TripletObjective, make_objective()).__call__(transformer, batch)
+    torch.testing.assert_close(losses(make_objective(dropout=1.0), transformer, batch)["pictures"], alone)
+    assert not torch.allclose(losses(make_objective(dropout=0.0), transformer, batch)["pictures"], alone)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_clouds_are_shown_to_the_given_share_of_pictures(make_objective, make_triplets, share):
+    batch = batch_of(make_triplets(), [0] * 4000)
+    mask = make_objective(dropout=share).show_clouds(batch)[POINT_MASK]
+    assert float(mask.any(dim=1).float().mean()) == pytest.approx(1 - share, abs=0.03)
+
+
+def test_shown_clouds_differ_in_size_and_are_points_of_their_own_cloud(make_objective, make_triplets):
+    pictures = make_triplets()
+    shown = make_objective(dropout=0.0, shown=10).show_clouds(batch_of(pictures, [0, 2, 1] * 300))
+    counts = shown[POINT_MASK].sum(dim=1)
+    assert set(counts[2::3].tolist()) == {0}  # it has no cloud
+    assert set(counts[0::3].tolist()) == set(range(3, 11))
+    for row, place in zip(shown[POINT_CLOUD][:2], (0, 2), strict=True):
+        own = {tuple(point) for point in pictures.clouds[place].tolist()}
+        assert all(tuple(point) in own for point in row.tolist())
+
+
+def test_a_batch_without_any_cloud_still_gives_every_weight_a_gradient(make_objective, make_model, make_triplets):
+    transformer, objective = make_model(), make_objective()
+    found = losses(objective, transformer, batch_of(make_triplets(without=range(8))))
+    assert found["points"].item() == 0
+    objective.total(found).backward()
+    assert all(parameter.grad is not None for parameter in mmpreproj.parameters(transformer))
+
+
+def test_text_picture_and_points_reach_the_same_shared_weights(make_objective, make_model, make_triplets):
+    transformer = make_model()
+    found = losses(make_objective(dropout=0.0), transformer, batch_of(make_triplets()))
+    shared = transformer.transformer_blocks[0].attn.preproj.adapters["default"].content_skip["shared"].map.weight
+    for loss in found.values():
+        (gradient,) = torch.autograd.grad(loss, shared, retain_graph=True)
+        assert float(gradient.abs().max()) > 0
+
+
+@pytest.mark.parametrize("part", ["condition", "generate"])
+def test_a_path_of_one_use_trains_that_use_alone(make_objective, make_model, make_triplets, part):
+    transformer, objective = make_model(**{part: False}), make_objective(dropout=0.0)
+    found = losses(objective, transformer, batch_of(make_triplets()))
+    assert set(found) == ({"pictures"} if part == "generate" else {"pictures", "points"})
+    objective.total(found).backward()
+    assert all(parameter.grad is not None for parameter in mmpreproj.parameters(transformer))
+
+
+def test_the_total_is_weighted(make_objective):
+    parts = {"pictures": torch.tensor(2.0), "points": torch.tensor(3.0)}
+    assert float(make_objective(weight=0.5).total(parts)) == 3.5
+    assert float(make_objective(weight=0.5).total({"pictures": torch.tensor(2.0)})) == 2.0
+
+
+# --- held out --------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_with_their_own_clouds_and_with_others_are_told_apart(make_model, make_triplets):
+    transformer, pictures = make_model(), make_triplets()
+    some = pictures.subset([place for place in range(8) if place != 1])
+    values = [CloudHeldOutLoss(pictures, clouds=clouds, shown=8)(transformer) for clouds in ("own", "other")]
+    assert len({*values, HeldOutLoss(some)(transformer)}) == 3
+    assert CloudHeldOutLoss(pictures, shown=8)(transformer) == values[0]
+
+
+def test_another_cloud_is_never_one_of_the_same_caption(make_triplets):
+    pictures = replace(make_triplets(without=()), captions=("a", "a", "a", "b", "a", "c", "b", "a"))
+    others = _with_clouds_of(pictures, others=True)
+    for place, caption in enumerate(pictures.captions):
+        source = next(i for i in range(8) if torch.equal(others.clouds[place], pictures.clouds[i]))
+        assert pictures.captions[source] != caption
+
+
+def test_at_a_zero_start_clouds_change_no_held_out_loss(make_model, make_triplets):
+    transformer, pictures = make_model(shaken=False), make_triplets(without=())
+    assert CloudHeldOutLoss(pictures, shown=8)(transformer) == pytest.approx(HeldOutLoss(pictures)(transformer))
+
+
+def test_an_oracle_of_points_has_no_held_out_loss(make_model, make_triplets, monkeypatch):
+    transformer, pictures = make_model(), make_triplets(without=())
+    measure = PointHeldOutLoss(pictures, per_cloud=8, levels=3)
+    spread = point_path(transformer).spread
+    clean = iter([cloud[:8] * spread for cloud in pictures.clouds])
+
+    def oracle(model, points, *, timestep, pooled_projections):
+        own, sigma = next(clean), (timestep / 1000)[:, None, None]
+        return (points - (1 - sigma) * own) / sigma - own
+
+    before = measure(transformer)
+    monkeypatch.setattr("mmpreproj.training.triplets.point_velocity", oracle)
+    assert measure(transformer) < 1e-6 < before
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def point_config(make_config, tmp_path):
+    def make(**changes):
+        return make_config(
+            adapter=PreProjConfig(points=PointPathConfig()),
+            data={"folder": tmp_path, "points_column": "points"},
+            points=POINTS,
+            **changes,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("mode", ["probe", "full"])
+def test_a_run_moves_the_whole_path_and_reports_each_modality(make_model, make_triplets, point_config, mode):
+    transformer, records = make_model(shaken=False), []
+    before = {name: value.detach().clone() for name, value in mmpreproj.named_parameters(transformer)}
+    pictures = make_triplets()
+    trained = train(transformer, pictures, point_config(mode=mode), held_out=pictures, on_step=records.append)
+    assert trained is transformer
+    moved = {name for name, value in mmpreproj.named_parameters(transformer) if not torch.equal(before[name], value)}
+    assert moved == set(before)
+    assert set(records[1].losses) == {"pictures", "points"}
+    assert records[1].loss == pytest.approx(sum(records[1].losses.values()))
+    assert set(records[-1].held_out_losses) == {"pictures", "pictures with clouds", "points"}
+    assert records[-1].held_out == records[-1].held_out_losses["pictures"]
+
+
+def test_the_same_seed_gives_the_same_run(make_model, make_triplets, point_config):
+    models = [make_model(), make_model()]
+    for model in models:
+        train(model, make_triplets(), point_config(seed=4))
+    for first, second in zip(*(mmpreproj.parameters(model) for model in models), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_accumulated_batches_train_points_too(make_model, make_triplets, point_config):
+    records = []
+    train(make_model(), make_triplets(), point_config(gradient_accumulation=2), on_step=records.append)
+    assert all(set(record.losses) == {"pictures", "points"} for record in records)
+
+
+def test_checkpointing_gives_the_same_gradients(make_objective, make_model, make_triplets):
+    gradients = []
+    for checkpointed in (False, True):
+        transformer, objective = make_model().train(), make_objective(dropout=0.0)
+        if checkpointed:
+            transformer.enable_gradient_checkpointing()
+        objective.total(losses(objective, transformer, batch_of(make_triplets()))).backward()
+        gradients.append([parameter.grad for parameter in mmpreproj.parameters(transformer)])
+    for plain, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, again)
+
+
+def test_the_denoiser_is_the_transformer_in_one_call(make_model, make_inputs):
+    transformer, inputs = make_model(), make_inputs()
+    points = {
+        "points": torch.randn(2, 7, 3),
+        "timestep": torch.tensor([3.0, 900.0]),
+        "pooled_projections": inputs["pooled_projections"],
+    }
+    picture, velocity = TripletDenoiser(transformer)({**inputs, "return_dict": False}, points)
+    assert torch.equal(picture, transformer(**inputs, return_dict=False)[0])
+    assert torch.equal(velocity, point_velocity(transformer, **points))
