@@ -9,6 +9,7 @@ from typing import Any
 
 from mmpreproj.patching.adapter_files import SavedAdapter, write_atomically
 from mmpreproj.patching.config import PreProjConfig
+from mmpreproj.patching.point_config import PointPathConfig
 from mmpreproj.patching.profile import Profile
 from mmpreproj.patching.report import PatchReport
 
@@ -70,7 +71,7 @@ def _row_label(block: int, attention: str, weights: str) -> str:
 
 
 def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
-    base, source = saved.base, saved.base.name_or_path
+    base, source, points = saved.base, saved.base.name_or_path, saved.config.points
     on_hub = source is not None and HUB_ID.fullmatch(source) is not None and not Path(source).exists()
     front = ["---", "library_name: mmpreproj", *([f"base_model: {source}"] if on_hub else [])]
     front += ["tags:", "- mmpreproj", "- diffusers", "- adapter", "---"]
@@ -96,6 +97,7 @@ def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
         f"| blocks | {_ranges(report.blocks)} |",
         f"| streams | {', '.join(report.streams)} |",
         f"| parameters | {report.parameters:,} |",
+        *([f"| point path | {_points(points)}; {report.point_parameters:,} parameters |"] if points else []),
         *(f"| `{field}` | {value!r} |" for field, value in saved.config.to_dict().items()),
         f"| saved by | mmpreproj {saved.library_version} |",
         "",
@@ -112,10 +114,21 @@ def _title(config: PreProjConfig) -> str:
         "content skip": config.skip,
         "rotary positions": config.positions is not None,
         "padding mask": config.mask_padding,
+        "point path": config.points is not None,
     }
     *others, last = (part for part, there in parts.items() if there)
     title = f"{', '.join(others)} and {last}" if others else last
     return title[0].upper() + title[1:]
+
+
+def _points(config: PointPathConfig) -> str:
+    """Say what the point path is for."""
+    uses = []
+    if config.condition:
+        uses.append('clouds condition pictures, `joint_attention_kwargs={"point_cloud": …, "point_mask": …}`')
+    if config.generate:
+        uses.append("clouds are generated, `mmpreproj.points.point_velocity`")
+    return "; ".join(uses)
 
 
 def _ranges(blocks: Sequence[int]) -> str:

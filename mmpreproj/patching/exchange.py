@@ -101,6 +101,8 @@ def replace_modules(model: nn.Module, built: BuiltAdapter, *, name: str) -> None
         adapter.scale.set(source.scale.factor)
         adapter.enabled, adapter.suspended = source.enabled, source.suspended
         adapter.requires_grad_(trained)
+    if built.points is not None:
+        built.points.requires_grad_(trained)
     unpatch(model, name)
     install(model, built, name=name)
     follow_attentions(model, name)

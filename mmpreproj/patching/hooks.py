@@ -8,7 +8,7 @@ module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -100,23 +100,38 @@ def detach(attention: nn.Module) -> PreProjLayer:
 @contextmanager
 def without_layer(attention: nn.Module) -> Iterator[None]:
     """Take layer and hooks off for a `with` block, and put them back in their old places among other hooks."""
-    tables: tuple[dict[int, Any], ...] = (
-        attention._forward_pre_hooks,
-        attention._forward_pre_hooks_with_kwargs,
-        attention._forward_hooks,
-        attention._forward_hooks_with_kwargs,
-    )
-    before = [dict(table) for table in tables]
-    layer = detach(attention)
-    ours = [old.keys() - table.keys() for old, table in zip(before, tables, strict=True)]
+    layer = layer_of(attention)
+    put_back = taken_off([attention], lambda: detach(attention))
     try:
         yield
     finally:
         attention.add_module(CHILD, layer)
+        put_back()
+
+
+def taken_off(modules: Sequence[nn.Module], take: Callable[[], Any]) -> Callable[[], None]:
+    """Call what takes hooks off modules, and return what puts these hooks back in their places among others."""
+    tables: list[dict[int, Any]] = [
+        table
+        for module in modules
+        for table in (
+            module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+        )
+    ]
+    before = [dict(table) for table in tables]
+    take()
+    ours = [old.keys() - table.keys() for old, table in zip(before, tables, strict=True)]
+
+    def put_back() -> None:
         for table, old, own in zip(tables, before, ours, strict=True):
             merged = {key: hook for key, hook in old.items() if key in table or key in own} | table
             table.clear()
             table.update(merged)
+
+    return put_back
 
 
 def is_attached(attention: nn.Module) -> bool:

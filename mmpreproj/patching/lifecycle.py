@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from accelerate import cpu_offload
-from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_offloading
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mmpreproj.core.sharding import is_sharded
 from mmpreproj.patching.config import PreProjConfig
@@ -28,6 +25,7 @@ from mmpreproj.patching.lookup import (
     resolve_names,
     unwrap,
 )
+from mmpreproj.patching.machinery import check_not_distributed, tell_machinery
 from mmpreproj.patching.offloading import check_values_present, offloaded_to, placement
 from mmpreproj.patching.point_life import build_points, check_room_for_points, put_points, remove_points
 from mmpreproj.patching.point_path import POINT_CHILD, PointAdapter
@@ -101,7 +99,7 @@ def unpatch(model: nn.Module, name: str | None = None) -> None:
         remove_points(model, removed)
         remove_positions(model, removed)
         forget_sites(model, removed)
-    _tell_machinery(model)
+    tell_machinery(model)
 
 
 @contextmanager
@@ -176,20 +174,7 @@ def install(model: nn.Module, built: BuiltAdapter, *, name: str) -> None:
     if built.points is not None:
         put_points(model, built.family, built.points, name=name)
     note_sites(model, name, tuple(built.sites))
-    _tell_machinery(model)
-
-
-def check_not_distributed(model: nn.Module) -> None:
-    """Refuse a model inside `DistributedDataParallel`, which synchronises the parameters it found when it was made.
-
-    Raises:
-        ValueError: naming the way out.
-    """
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ValueError(
-            "this model is inside DistributedDataParallel, which would not keep new weights equal among processes; "
-            "patch or load first, then wrap (accelerator.prepare)"
-        )
+    tell_machinery(model)
 
 
 def check_new_name(model: nn.Module, name: str) -> None:
@@ -257,10 +242,3 @@ def _build_adapter(
         device=device,
         dtype=dtype,
     )
-
-
-def _tell_machinery(model: nn.Module) -> None:
-    """Have what keeps lists of a model's modules look again."""
-    _maybe_remove_and_reapply_group_offloading(model)
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # it does not notice hooks that come and go after a model has run compiled

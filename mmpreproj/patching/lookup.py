@@ -15,6 +15,7 @@ from mmpreproj.patching.hooks import CHILD, layer_of
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
 from mmpreproj.patching.model_part import ModelPart
 from mmpreproj.patching.point_path import PointLayer
+from mmpreproj.patching.pointing import idle_point_layers
 from mmpreproj.patching.root import RootAdapter
 
 # What torch.compile, checkpoint wrappers and FSDP put into a module's path when they wrap a part of a model.
@@ -43,11 +44,11 @@ def named_parameters(model: nn.Module, name: str | None = None) -> Iterator[tupl
         ValueError: if the model carries no adapter, or none of that name.
     """
     model = unwrap(model)
-    names = resolve_names(model, name)
+    names, idle = resolve_names(model, name), idle_point_layers(model)
     return (
         (f"{path}.adapters.{found}.{key}", parameter)
         for path, layer in model.named_modules()
-        if isinstance(layer, (PreProjLayer, PointLayer))
+        if isinstance(layer, (PreProjLayer, PointLayer)) and id(layer) not in idle
         for found, adapter in layer.adapters.items()
         if found in names
         for key, parameter in adapter.named_parameters()

@@ -24,8 +24,9 @@ def onloaded(module: nn.Module) -> Iterator[None]:
     is brought along too, and stays; what it offloads leaf by leaf needs nothing.
     """
     whole = getattr(module, "_hf_hook", None)
-    if isinstance(whole, CpuOffload):
-        whole.pre_forward(module)
+    for part in getattr(whole, "hooks", (whole,)):
+        if isinstance(part, CpuOffload):
+            part.pre_forward(module)
     hook = diffusers_hook(module, "group_offloading")
     if hook is None:
         yield

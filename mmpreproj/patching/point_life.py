@@ -9,14 +9,22 @@ import torch
 from accelerate import cpu_offload
 from torch import nn
 
+from mmpreproj.core.sharding import is_sharded
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import Family
 from mmpreproj.patching.following import follow_attentions
 from mmpreproj.patching.lookup import attention_sites, family_of, named_adapters, resolve_name, unwrap
+from mmpreproj.patching.machinery import check_not_distributed, tell_machinery
 from mmpreproj.patching.offloading import check_values_present, offloaded_to, placement
 from mmpreproj.patching.point_config import PointPathConfig
 from mmpreproj.patching.point_path import PointAdapter, PointLayer
-from mmpreproj.patching.pointing import attach_points, conditioning, detach_points, find_point_layer
+from mmpreproj.patching.pointing import (
+    attach_points,
+    brings_points,
+    conditioning,
+    detach_points,
+    find_point_layer,
+)
 
 
 def add_point_path(transformer: nn.Module, config: PointPathConfig | None = None, *, name: str | None = None) -> None:
@@ -34,14 +42,17 @@ def add_point_path(transformer: nn.Module, config: PointPathConfig | None = None
     Raises:
         TypeError: if `config` is something else.
         ValueError: if the model carries no adapter, or several and none is named; if the adapter has no content skip,
-            or a point path is there already; or if the model's row says of no way for points.
+            or a point path is there already; if the model's row says of no way for points; or if several processes
+            share the model already.
     """
-    model = unwrap(transformer)
+    wrapper, model = transformer, unwrap(transformer)
     config = PointPathConfig() if config is None else config
     name = resolve_name(model, name)
     adapters = [adapter for _, adapter in named_adapters(model, name)]
     changed = replace(adapters[0].config, points=config)
     check_room_for_points(model, changed)
+    check_not_distributed(wrapper)
+    _check_not_sharded(model)
     check_values_present(model)
     family = family_of(model)
     with torch.inference_mode(False):
@@ -49,6 +60,7 @@ def add_point_path(transformer: nn.Module, config: PointPathConfig | None = None
     put_points(model, family, points, name=name)
     for adapter in adapters:
         adapter.config = changed
+    tell_machinery(model)
 
 
 def build_points(model: nn.Module, config: PreProjConfig, family: Family) -> PointAdapter | None:
@@ -100,7 +112,16 @@ def put_points(model: nn.Module, family: Family, points: PointAdapter, *, name: 
 
 
 def remove_points(model: nn.Module, name: str) -> None:
-    """Take an adapter's point path off a model, if it has one."""
-    layer = find_point_layer(model)
-    if layer is not None and name in layer.adapters:
-        detach_points(model, layer.family)
+    """Take an adapter's point path off a model, if it has one, and hooks that something else robbed of theirs."""
+    for owner in [module for module in model.modules() if brings_points(module)] or [model]:
+        layer = find_point_layer(owner)
+        if layer is None or name in layer.adapters:
+            detach_points(owner)
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is sharded across processes already, and points cannot go through such blocks; "
+            "add the point path to a model without shards"
+        )

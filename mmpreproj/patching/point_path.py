@@ -55,7 +55,8 @@ class PointAdapter(ModelPart):
 
     def embed_cloud(self, points: Tensor, mask: Tensor) -> Tensor:
         """Turn clouds `[B, P, 3 + F]` as they come, with padding where the mask is false, into tokens `[B, P, D]`."""
-        kept = points.masked_fill(~mask.unsqueeze(-1), 0.0)
+        wide = points.to(torch.promote_types(points.dtype, torch.float32))
+        kept = wide.masked_fill(~mask.unsqueeze(-1), 0.0)
         if self.normalise == "unit_ball":
             kept, _, _ = unit_ball(kept, mask)
         return self.embed(torch.cat([kept[..., :3] * self.spread, kept[..., 3:]], dim=-1))
@@ -159,7 +160,8 @@ def _layers(block: nn.Module, family: Family) -> Iterator[tuple[bool, PreProjLay
 
 def _check_whole(block: nn.Module) -> None:
     """Refuse a block whose weights FSDP has spread over processes: it gathers them for the block's own call alone."""
-    if any(is_sharded(parameter) for parameter in block.parameters()):
+    strategy = getattr(getattr(block, "sharding_strategy", None), "name", "NO_SHARD")  # of FSDP's first version
+    if strategy != "NO_SHARD" or any(is_sharded(parameter) for parameter in block.parameters()):
         raise RuntimeError(
             "points cannot go through blocks that FSDP shards over processes, which gathers a block's weights only "
             "when the block itself is called; train points with DistributedDataParallel, or without shards"

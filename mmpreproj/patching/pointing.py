@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmpreproj.patching.families import Family, PointSeam
-from mmpreproj.patching.hooks import POINT_CLOUD, POINT_MASK, PROMPT_CLOUDS, remove_hook
+from mmpreproj.patching.hooks import POINT_CLOUD, POINT_MASK, PROMPT_CLOUDS, remove_hook, taken_off
 from mmpreproj.patching.point_path import POINT_CHILD, PointAdapter, PointCall, PointLayer, walk
 
 
@@ -156,37 +156,50 @@ def attach_points(model: nn.Module, layer: PointLayer) -> None:
     model.register_forward_pre_hook(bring_points, with_kwargs=True)
 
 
-def detach_points(model: nn.Module, family: Family) -> None:
+def detach_points(model: nn.Module) -> None:
     """Take layer and hooks off a model."""
-    remove_hook(model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs, bring_points)
-    for part in conditioning(model, family).modules():  # PEFT may have copied it, and wrapped both
-        if POINT_CHILD in part._modules:
-            remove_hook(part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs, unpack_points)
-            remove_hook(part._forward_hooks, part._forward_hooks_with_kwargs, add_points)
-            del part._modules[POINT_CHILD]
+    for part in list(model.modules()):  # PEFT may have copied what makes the conditioning
+        remove_hook(part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs, bring_points)
+        remove_hook(part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs, unpack_points)
+        remove_hook(part._forward_hooks, part._forward_hooks_with_kwargs, add_points)
+        part._modules.pop(POINT_CHILD, None)
 
 
 @contextmanager
 def without_points(model: nn.Module) -> Iterator[None]:
     """Take the point path off a model for a `with` block, for instance to save the base alone."""
-    layer = find_point_layer(model)
-    if layer is None:
-        yield
-        return
-    detach_points(model, layer.family)
+    layers = [(part, part._modules[POINT_CHILD]) for part in model.modules() if POINT_CHILD in part._modules]
+    put_back = taken_off(list(model.modules()), lambda: detach_points(model))
     try:
         yield
     finally:
-        attach_points(model, layer)
+        for part, layer in layers:
+            part.add_module(POINT_CHILD, layer)
+        put_back()
+
+
+def brings_points(model: nn.Module) -> bool:
+    """Tell whether a module takes clouds."""
+    return bring_points in model._forward_pre_hooks.values()
 
 
 def find_point_layer(model: nn.Module) -> PointLayer | None:
-    """Return a model's point layer, None if it has none."""
+    """Return a model's point layer, None if it has none; where PEFT copied it, the one that is computed with."""
     for child in model.children():
-        layer = child._modules.get(POINT_CHILD)
+        layer = getattr(child, POINT_CHILD, None)
         if isinstance(layer, PointLayer):
             return layer
-    return next((module for module in model.modules() if isinstance(module, PointLayer)), None)  # PEFT wrapped it
+    return next((module for module in model.modules() if isinstance(module, PointLayer)), None)
+
+
+def idle_point_layers(model: nn.Module) -> set[int]:
+    """Identify the point layers that PEFT's `modules_to_save` keeps beside the one that is computed with."""
+    idle: set[int] = set()
+    for module in model.modules():
+        if "modules_to_save" in module._modules:
+            used = getattr(module, POINT_CHILD, None)
+            idle |= {id(part) for part in module.modules() if isinstance(part, PointLayer) and part is not used}
+    return idle
 
 
 def point_layer(model: nn.Module) -> PointLayer:
@@ -209,7 +222,7 @@ def are_points_attached(model: nn.Module, family: Family) -> bool:
     parts = list(conditioning(model, family).modules())
     return (
         any(isinstance(part, PointLayer) for part in parts)
-        and bring_points in model._forward_pre_hooks.values()
+        and brings_points(model)
         and any(unpack_points in part._forward_pre_hooks.values() for part in parts)
         and any(add_points in part._forward_hooks.values() for part in parts)
     )

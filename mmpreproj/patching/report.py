@@ -9,6 +9,8 @@ from torch import nn
 
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
 from mmpreproj.patching.lookup import block_of, layers_with, named_adapters, parameters, resolve_name, unwrap
+from mmpreproj.patching.point_config import PointPathConfig
+from mmpreproj.patching.pointing import path_of
 from mmpreproj.patching.positions import Positions
 
 
@@ -35,6 +37,8 @@ class PatchReport:
     notes: tuple[str, ...] = ()
     positions: Positions | None = None
     mask_padding: bool = False
+    points: PointPathConfig | None = None
+    point_parameters: int = 0
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -49,8 +53,8 @@ class PatchReport:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters added."""
-        return sum(site.parameters for site in self.sites)
+        """Number of parameters added, those of the point path included."""
+        return sum(site.parameters for site in self.sites) + self.point_parameters
 
     def __str__(self) -> str:
         lines = [
@@ -64,6 +68,9 @@ class PatchReport:
         if self.positions is not None:
             settings = (f"{key} {value}" for key, value in self.positions.to_dict().items())
             lines.append(f"  positions: {', '.join(settings)}")
+        if self.points is not None:
+            settings = (f"{key} {value}" for key, value in self.points.to_dict().items())
+            lines.append(f"  points: {', '.join(settings)}; {self.point_parameters:,}")
         if self.mask_padding:
             lines.append("  padding of texts is masked by our trainer and pipeline")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
@@ -82,6 +89,7 @@ def report(model: nn.Module, *, name: str | None = None) -> PatchReport:
     base = sum(parameter.numel() for parameter in model.parameters()) - added
     config = next(adapter.config for _, adapter in named_adapters(model, name))
     notes = _notes(model, name)
+    points = path_of(model, name)
     return PatchReport(
         name,
         type(model).__name__,
@@ -90,6 +98,8 @@ def report(model: nn.Module, *, name: str | None = None) -> PatchReport:
         notes=notes,
         positions=config.positions,
         mask_padding=config.mask_padding,
+        points=config.points,
+        point_parameters=0 if points is None else sum(parameter.numel() for parameter in points.parameters()),
     )
 
 

@@ -29,7 +29,6 @@ from mmpreproj.patching.hooks import CHILD
 from mmpreproj.patching.lifecycle import (
     build,
     check_new_name,
-    check_not_distributed,
     family_for,
     install,
 )
@@ -41,6 +40,7 @@ from mmpreproj.patching.lookup import (
     resolve_name,
     unwrap,
 )
+from mmpreproj.patching.machinery import check_not_distributed
 from mmpreproj.patching.offloading import check_values_present
 from mmpreproj.patching.point_life import check_room_for_points
 from mmpreproj.patching.point_path import POINT_CHILD

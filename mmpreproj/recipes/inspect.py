@@ -10,11 +10,15 @@ import torch
 
 from mmpreproj.patching.adapter_files import CONFIG_NAME, WEIGHTS_NAME, SavedAdapter, read_config, read_weights
 from mmpreproj.patching.hooks import CHILD
+from mmpreproj.patching.point_path import POINT_CHILD
 from mmpreproj.patching.profile import Profile, rows_from_gains, rows_from_norms
 from mmpreproj.pipelines.adapter_folder import ADAPTER_FOLDER
 from mmpreproj.pipelines.adapter_list import LIST_NAME, read_list
 
-KEY = re.compile(rf".+\.\d+\.\w+\.{CHILD}\.((pre_projection|content_skip)\.\w+\.\w+\.weight|rotary_gain\.\w+\.gain)")
+KEY = re.compile(
+    rf".+\.\d+\.\w+\.{CHILD}\.((pre_projection|content_skip)\.\w+\.\w+\.weight|rotary_gain\.\w+\.gain)"
+    rf"|{POINT_CHILD}\.(embedding|pooling|head)\.\w+\.weight"
+)
 PARTS = {"pre_projection": ("down", "down.weight"), "content_skip": ("skip", "map.weight")}
 
 
@@ -27,6 +31,7 @@ class AdapterSummary:
         saved: what `adapter_config.json` says.
         profile: norms now and at the start.
         parameters: number of values.
+        point_parameters: how many of them are the point path's.
         dtypes: dtypes of the weights.
         bytes: size of the weights' file.
     """
@@ -37,6 +42,7 @@ class AdapterSummary:
     parameters: int
     dtypes: tuple[str, ...]
     bytes: int
+    point_parameters: int = 0
 
 
 def inspect_adapter(folder: str | Path) -> AdapterSummary:
@@ -63,6 +69,7 @@ def inspect_adapter(folder: str | Path) -> AdapterSummary:
         parameters=sum(weight.numel() for weight in weights.values()),
         dtypes=tuple(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})),
         bytes=(home / WEIGHTS_NAME).stat().st_size,
+        point_parameters=sum(weight.numel() for key, weight in weights.items() if _is_of_points(key)),
     )
 
 
@@ -85,10 +92,16 @@ def _check_keys(weights: dict[str, torch.Tensor], home: Path, *, may_be_empty: b
         )
 
 
+def _is_of_points(key: str) -> bool:
+    return key.startswith(f"{POINT_CHILD}.")
+
+
 def _profile(weights: dict[str, torch.Tensor], saved: SavedAdapter) -> Profile:
     norms: dict[str, dict] = {}
     gains: dict[str, dict] = {}
     for key, weight in weights.items():
+        if _is_of_points(key):
+            continue
         path, _, rest = key.partition(f".{CHILD}.")
         part, name, tail = rest.split(".", 2)
         site = norms.setdefault(path, {"down": {}, "skip": {}})

@@ -18,12 +18,15 @@ def print_summary(summary: AdapterSummary, console: Console | None = None) -> No
     blocks = sorted({row.block for row in summary.profile.rows} | {row.block for row in summary.profile.gains})
     if saved.config.needs_processor:  # in every block, with weights or without
         blocks = list(range(base.depth))
+    points = saved.config.points
+    path = [] if points is None else [f"{key} {value}" for key, value in points.to_dict().items()]
     for label, value in (
         ("adapter", str(summary.folder)),
         ("base", str(base).replace(" of width", ", width")),
         ("base model", base.name_or_path or "not recorded"),
         ("blocks", f"{len(blocks)} of {base.depth}: {', '.join(map(str, blocks))}"),
         ("parameters", f"{summary.parameters:,} ({', '.join([*summary.dtypes, f'{summary.bytes / 1e6:.1f} MB'])})"),
+        ("points", f"{', '.join(path)}; {summary.point_parameters:,} parameters" if path else "none"),
         ("config", ", ".join(f"{key}={value}" for key, value in saved.config.to_dict().items())),
         ("written by", f"mmpreproj {saved.library_version}"),
     ):

@@ -17,6 +17,7 @@ DEFAULTS = {
     "init": "paper",
     "init_std": 1e-4,
     "positions": None,
+    "points": None,
     "mask_padding": False,
 }
 
