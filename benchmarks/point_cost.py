@@ -3,8 +3,8 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/point_cost.py --threads 1
 
 Rounds are interleaved in one process, so that what else the machine does meets every size alike; ratios of
-neighbouring sizes are taken within a round. One thread is timed by what it computes. Memory is the peak of a process of
-its own for each size, beyond that of one which computes a single point.
+neighbouring sizes are taken within a round. One thread is timed by what it computes. Memory is the peak of a process
+of its own for each size, beyond that of one which computes a single point.
 """
 
 from __future__ import annotations
