@@ -25,7 +25,7 @@ from torch import nn
 
 import mmpreproj
 from mmpreproj import Positions, PreProjConfig
-from mmpreproj.patching.tables import Grid, rotary_tables
+from mmpreproj.patching.positions.tables import Grid, rotary_tables
 
 Times = dict[str, list[float]]  # milliseconds of every round, by arm
 HEAD = 64

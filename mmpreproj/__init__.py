@@ -20,14 +20,14 @@ if TYPE_CHECKING:
         set_scaling,
         thaw,
     )
+    from mmpreproj.patching.files.storage import load, push_to_hub, save
     from mmpreproj.patching.integrity import check_intact
     from mmpreproj.patching.lifecycle import patch, unpatch
     from mmpreproj.patching.lookup import adapters, is_patched, named_parameters, parameters
-    from mmpreproj.patching.point_config import PointPathConfig
-    from mmpreproj.patching.positions import Positions
+    from mmpreproj.patching.points.settings import PointPathConfig
+    from mmpreproj.patching.positions.settings import Positions
     from mmpreproj.patching.profile import Profile, profile
     from mmpreproj.patching.report import PatchReport, report
-    from mmpreproj.patching.storage import load, push_to_hub, save
 
 _HOMES = {
     "PreProjConfig": "patching.config",
@@ -46,15 +46,15 @@ _HOMES = {
     "is_patched": "patching.lookup",
     "named_parameters": "patching.lookup",
     "parameters": "patching.lookup",
-    "PointPathConfig": "patching.point_config",
-    "Positions": "patching.positions",
+    "PointPathConfig": "patching.points.settings",
+    "Positions": "patching.positions.settings",
     "Profile": "patching.profile",
     "profile": "patching.profile",
     "PatchReport": "patching.report",
     "report": "patching.report",
-    "load": "patching.storage",
-    "push_to_hub": "patching.storage",
-    "save": "patching.storage",
+    "load": "patching.files.storage",
+    "push_to_hub": "patching.files.storage",
+    "save": "patching.files.storage",
 }
 
 __all__ = [

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from mmpreproj.patching.checks import check_bool, check_choice, check_fields, positive_number
-from mmpreproj.patching.point_config import PointPathConfig
-from mmpreproj.patching.positions import Positions
+from mmpreproj.patching.points.settings import PointPathConfig
+from mmpreproj.patching.positions.settings import Positions
 
 Blocks = Literal["all"] | Sequence[int] | Mapping[str, int]
 
@@ -90,7 +90,7 @@ class PreProjConfig:
 
     @property
     def needs_processor(self) -> bool:
-        """Whether attention must be computed by `mmpreproj.patching.processor`."""
+        """Whether attention must be computed by `mmpreproj.patching.positions.processor`."""
         return self.positions is not None or self.mask_padding
 
     def block_indices(self, depth: int) -> tuple[int, ...]:

@@ -24,8 +24,8 @@ from mmpreproj.patching.lookup import (
     unwrap,
 )
 from mmpreproj.patching.offloading import check_values_present
-from mmpreproj.patching.positioning import settle_positions
-from mmpreproj.patching.positions import Positions
+from mmpreproj.patching.positions.life import settle_positions
+from mmpreproj.patching.positions.settings import Positions
 
 BlockScales = float | Sequence[float] | Mapping[int, float]
 TAKES = "a number, a list with one number for each block of the model, or {block: number}"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmpreproj.patching.families import Stream
 from mmpreproj.patching.layer import PreProjLayer
-from mmpreproj.patching.processor import is_ours
+from mmpreproj.patching.positions.processor import is_ours
 
 CHILD = "preproj"
 POINT_CLOUD = "point_cloud"

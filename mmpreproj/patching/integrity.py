@@ -14,9 +14,9 @@ from torch import nn
 from mmpreproj.patching.hooks import is_attached, layer_of
 from mmpreproj.patching.layer import AttentionAdapter
 from mmpreproj.patching.lookup import patched_attentions, plain_path, unwrap
-from mmpreproj.patching.pointing import are_points_attached
-from mmpreproj.patching.processor import is_ours
-from mmpreproj.patching.root import is_root_attached
+from mmpreproj.patching.points.hooks import are_points_attached
+from mmpreproj.patching.positions.processor import is_ours
+from mmpreproj.patching.positions.root import is_root_attached
 
 _NOTE = "_preproj_sites"
 

@@ -16,7 +16,7 @@ from mmpreproj.core.scale import Scale
 from mmpreproj.core.sharding import whole
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import AttentionSite, Family, Stream
-from mmpreproj.patching.tables import RotaryTables
+from mmpreproj.patching.positions.tables import RotaryTables
 
 SHARED = "shared"
 

@@ -27,10 +27,10 @@ from mmpreproj.patching.lookup import (
 )
 from mmpreproj.patching.machinery import check_not_distributed, tell_machinery
 from mmpreproj.patching.offloading import check_values_present, offloaded_to, placement
-from mmpreproj.patching.point_life import build_points, check_room_for_points, put_points, remove_points
-from mmpreproj.patching.point_path import POINT_CHILD, PointAdapter
-from mmpreproj.patching.pointing import without_points
-from mmpreproj.patching.positioning import add_positions, remove_positions, settle_positions, without_positions
+from mmpreproj.patching.points.hooks import without_points
+from mmpreproj.patching.points.life import build_points, check_room_for_points, put_points, remove_points
+from mmpreproj.patching.points.path import POINT_CHILD, PointAdapter
+from mmpreproj.patching.positions.life import add_positions, remove_positions, settle_positions, without_positions
 from mmpreproj.patching.report import PatchReport, report
 
 

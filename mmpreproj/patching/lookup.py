@@ -14,9 +14,9 @@ from mmpreproj.patching.families import AttentionSite, Family, joint_blocks
 from mmpreproj.patching.hooks import CHILD, layer_of
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
 from mmpreproj.patching.model_part import ModelPart
-from mmpreproj.patching.point_path import PointLayer
-from mmpreproj.patching.pointing import idle_point_layers
-from mmpreproj.patching.root import RootAdapter
+from mmpreproj.patching.points.hooks import idle_point_layers
+from mmpreproj.patching.points.path import PointLayer
+from mmpreproj.patching.positions.root import RootAdapter
 
 # What torch.compile, checkpoint wrappers and FSDP put into a module's path when they wrap a part of a model.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")

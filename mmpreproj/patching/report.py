@@ -9,9 +9,9 @@ from torch import nn
 
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
 from mmpreproj.patching.lookup import block_of, layers_with, named_adapters, parameters, resolve_name, unwrap
-from mmpreproj.patching.point_config import PointPathConfig
-from mmpreproj.patching.pointing import path_of
-from mmpreproj.patching.positions import Positions
+from mmpreproj.patching.points.hooks import path_of
+from mmpreproj.patching.points.settings import PointPathConfig
+from mmpreproj.patching.positions.settings import Positions
 
 
 @dataclass(frozen=True)

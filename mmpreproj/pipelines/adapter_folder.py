@@ -20,12 +20,12 @@ from huggingface_hub import file_exists, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import nn
 
-from mmpreproj.patching.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from mmpreproj.patching.control import disable, is_enabled, scales, set_scale
+from mmpreproj.patching.files.format import CONFIG_NAME, WEIGHTS_NAME
+from mmpreproj.patching.files.storage import load, save
 from mmpreproj.patching.integrity import noted_adapters
 from mmpreproj.patching.lifecycle import unpatch
 from mmpreproj.patching.lookup import adapters, is_patched
-from mmpreproj.patching.storage import load, save
 from mmpreproj.pipelines.adapter_list import LIST_NAME, ListedAdapter, check_folder_names, read_list, write_list
 
 logger = logging.getLogger(__name__)

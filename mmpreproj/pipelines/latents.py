@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmpreproj.patching.lookup import unwrap
-from mmpreproj.patching.root import absolute_removed
+from mmpreproj.patching.positions.root import absolute_removed
 
 
 def encode_pixels(vae: Any, pixels: Tensor, *, generator: torch.Generator | None = None) -> Tensor:

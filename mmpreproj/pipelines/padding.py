@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmpreproj.patching.root import MASK
+from mmpreproj.patching.positions.root import MASK
 from mmpreproj.pipelines.text import negative_prompts, sequence_length
 
 

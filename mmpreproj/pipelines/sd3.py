@@ -34,8 +34,8 @@ from mmpreproj.patching.hooks import POINT_CLOUD, POINT_MASK, PROMPT_CLOUDS
 from mmpreproj.patching.integrity import check_intact
 from mmpreproj.patching.lifecycle import detached
 from mmpreproj.patching.lookup import is_patched, unwrap
-from mmpreproj.patching.positioning import masks_padding
-from mmpreproj.patching.root import MASK, PADDING
+from mmpreproj.patching.positions.life import masks_padding
+from mmpreproj.patching.positions.root import MASK, PADDING
 from mmpreproj.pipelines.adapter_folder import (
     ADAPTER_FOLDER,
     check_upload,

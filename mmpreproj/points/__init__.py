@@ -4,16 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmpreproj.patching.point_config import PointPathConfig
-    from mmpreproj.patching.point_life import add_point_path
+    from mmpreproj.patching.points.life import add_point_path
+    from mmpreproj.patching.points.settings import PointPathConfig
     from mmpreproj.points.clouds import read_cloud, write_ply
     from mmpreproj.points.drawing import draw_cloud
     from mmpreproj.points.path import batch_clouds, point_velocity
     from mmpreproj.points.reading import UnreadableCloudError
 
 _HOMES = {
-    "PointPathConfig": "patching.point_config",
-    "add_point_path": "patching.point_life",
+    "PointPathConfig": "patching.points.settings",
+    "add_point_path": "patching.points.life",
     "read_cloud": "points.clouds",
     "write_ply": "points.clouds",
     "draw_cloud": "points.drawing",

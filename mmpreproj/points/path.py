@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from mmpreproj.patching.lookup import unwrap
 from mmpreproj.patching.onloading import onloaded
-from mmpreproj.patching.point_path import PointAdapter
-from mmpreproj.patching.pointing import point_layer, velocity_of_points
+from mmpreproj.patching.points.hooks import point_layer, velocity_of_points
+from mmpreproj.patching.points.path import PointAdapter
 from mmpreproj.points.clouds import check_cloud
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from mmpreproj.patching.adapter_files import CONFIG_NAME, WEIGHTS_NAME, SavedAdapter, read_config, read_weights
+from mmpreproj.patching.files.format import CONFIG_NAME, WEIGHTS_NAME, SavedAdapter, read_config, read_weights
 from mmpreproj.patching.hooks import CHILD
-from mmpreproj.patching.point_path import POINT_CHILD
+from mmpreproj.patching.points.path import POINT_CHILD
 from mmpreproj.patching.profile import Profile, rows_from_gains, rows_from_norms
 from mmpreproj.pipelines.adapter_folder import ADAPTER_FOLDER
 from mmpreproj.pipelines.adapter_list import LIST_NAME, read_list

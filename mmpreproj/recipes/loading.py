@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from mmpreproj.patching.adapter_files import CONFIG_NAME, read_config
+from mmpreproj.patching.files.format import CONFIG_NAME, read_config
+from mmpreproj.patching.files.storage import load
 from mmpreproj.patching.lifecycle import unpatch
 from mmpreproj.patching.lookup import is_patched
-from mmpreproj.patching.storage import load
 from mmpreproj.pipelines.adapter_folder import load_adapters
 from mmpreproj.pipelines.adapter_list import LIST_NAME, read_list
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mmpreproj.patching.adapter_files import CONFIG_NAME
+from mmpreproj.patching.files.format import CONFIG_NAME
 from mmpreproj.training.checkpoints import checkpoints
 from mmpreproj.training.config import ConfigError, TrainConfig
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from mmpreproj.patching.config import PreProjConfig
+from mmpreproj.patching.files.storage import adapter_config
 from mmpreproj.patching.lifecycle import patch
 from mmpreproj.patching.lookup import adapters, family_of, is_patched, parameters
-from mmpreproj.patching.positioning import settle_positions
+from mmpreproj.patching.positions.life import settle_positions
 from mmpreproj.patching.report import report
-from mmpreproj.patching.storage import adapter_config
 from mmpreproj.pipelines.latents import largest_side
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 from mmpreproj.recipes.loading import open_pipeline

@@ -24,12 +24,12 @@ from mmpreproj.data.furniture import FurnitureSource
 from mmpreproj.data.openmoji import OpenMojiSource
 from mmpreproj.data.pictures import PictureSource, SkippedPicture
 from mmpreproj.data.triplets import TripletFolderSource, TripletSource
-from mmpreproj.patching.card import draw_profile
 from mmpreproj.patching.config import PreProjConfig
+from mmpreproj.patching.files.card import draw_profile
+from mmpreproj.patching.files.storage import save
 from mmpreproj.patching.lookup import is_patched
-from mmpreproj.patching.point_config import PointPathConfig
+from mmpreproj.patching.points.settings import PointPathConfig
 from mmpreproj.patching.profile import profile
-from mmpreproj.patching.storage import save
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 from mmpreproj.recipes.figures import draw_loss_curves
 from mmpreproj.recipes.output import check_inputs_survive, check_output, clear_output, preview_path

@@ -10,9 +10,9 @@ from typing import Literal
 
 from torch import nn
 
+from mmpreproj.patching.files.storage import save
 from mmpreproj.patching.lifecycle import detached
 from mmpreproj.patching.lookup import is_patched
-from mmpreproj.patching.storage import save
 
 PREFIX = "step-"
 

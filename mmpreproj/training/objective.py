@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from mmpreproj.core.flow import interpolate, shift_sigmas, velocity
 from mmpreproj.data.encoding import TextEmbeddings
-from mmpreproj.patching.positioning import masks_padding
-from mmpreproj.patching.root import MASK
+from mmpreproj.patching.positions.life import masks_padding
+from mmpreproj.patching.positions.root import MASK
 from mmpreproj.training.config import FlowConfig
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmpreproj.core.flow import interpolate, spread_sigmas, velocity
 from mmpreproj.data.encoding import EncodedPictures
 from mmpreproj.patching.hooks import POINT_CLOUD, POINT_MASK
-from mmpreproj.patching.point_path import PointAdapter
+from mmpreproj.patching.points.path import PointAdapter
 from mmpreproj.points.path import point_path, point_velocity
 from mmpreproj.training.config import PointTraining
 from mmpreproj.training.held_out import HeldOutLoss

@@ -15,7 +15,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 import mmpreproj
 from mmpreproj.core.linear_map import LinearMap
 from mmpreproj.core.scale import Scale
-from mmpreproj.patching.adapter_files import read_weights
+from mmpreproj.patching.files.format import read_weights
 
 FP8 = torch.float8_e4m3fn
 ORDERS = ("before", "after")

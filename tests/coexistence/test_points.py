@@ -23,8 +23,8 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import mmpreproj
 from mmpreproj import Positions, PreProjConfig
-from mmpreproj.patching.adapter_files import read_weights
-from mmpreproj.patching.pointing import find_point_layer, velocity_of_points
+from mmpreproj.patching.files.format import read_weights
+from mmpreproj.patching.points.hooks import find_point_layer, velocity_of_points
 from mmpreproj.points import add_point_path, point_velocity
 
 CPU = torch.device("cpu")

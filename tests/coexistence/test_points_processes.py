@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mmpreproj
-from mmpreproj.patching.adapter_files import read_weights
+from mmpreproj.patching.files.format import read_weights
 from mmpreproj.points import add_point_path, point_velocity
 
 WORLD = 2

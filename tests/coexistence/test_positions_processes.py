@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mmpreproj
 from mmpreproj import Positions, PreProjConfig
-from mmpreproj.patching.adapter_files import read_weights
+from mmpreproj.patching.files.format import read_weights
 
 WORLD = 2
 KINDS = {

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mmpreproj
 from mmpreproj import PreProjConfig
-from mmpreproj.patching.adapter_files import read_weights
+from mmpreproj.patching.files.format import read_weights
 
 WORLD = 2
 WEIGHTS = "adapter_model.safetensors"

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import mmpreproj
 from mmpreproj import PreProjConfig
-from mmpreproj.patching import adapter_files
+from mmpreproj.patching.files import format as adapter_files
 from mmpreproj.patching.hooks import layer_of
 from mmpreproj.patching.lookup import patched_attentions
 from mmpreproj.pipelines import PreProjSD3Pipeline, adapter_folder

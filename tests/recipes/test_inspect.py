@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import mmpreproj
 from mmpreproj.patching.config import PreProjConfig
-from mmpreproj.patching.positions import Positions
+from mmpreproj.patching.positions.settings import Positions
 from mmpreproj.recipes.inspect import inspect_adapter
 from mmpreproj.recipes.tables import print_summary
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import mmpreproj
 from mmpreproj.patching.config import PreProjConfig
-from mmpreproj.patching.storage import adapter_config
+from mmpreproj.patching.files.storage import adapter_config
 from mmpreproj.pipelines import PreProjSD3Pipeline
 from mmpreproj.recipes.train import run_training
 from mmpreproj.training.checkpoints import checkpoints

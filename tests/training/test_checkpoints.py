@@ -98,7 +98,7 @@ def test_a_failure_half_way_leaves_no_trace_and_keeps_the_older_ones(write, patc
 
 
 def test_a_full_disk_leaves_no_trace(write, tmp_path, monkeypatch):
-    from mmpreproj.patching import adapter_files
+    from mmpreproj.patching.files import format as adapter_files
 
     def fail(weights, path, **rest):
         with open(path, "wb") as file:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from mmpreproj.patching.config import PreProjConfig
-from mmpreproj.patching.point_config import PointPathConfig
+from mmpreproj.patching.points.settings import PointPathConfig
 from mmpreproj.training.config import ConfigError, OptimizerConfig, ScratchModel, TrainConfig
 from mmpreproj.training.config_file import read_config, write_config
 

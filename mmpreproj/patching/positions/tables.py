@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mmpreproj.core.rotary import diagonal_angles, diagonal_start, grid_angles, temperature, text_angles
-from mmpreproj.patching.positions import Positions
+from mmpreproj.patching.positions.settings import Positions
 
 KEPT = 64  # tables in one process: one of 4,096 patches with heads of 64 takes 0.5 MiB
 

@@ -23,7 +23,7 @@ import mmpreproj
 from mmpreproj import Positions, PreProjConfig
 from mmpreproj.patching.families import find_family
 from mmpreproj.patching.lifecycle import detached
-from mmpreproj.patching.pointing import add_points, bring_points, find_point_layer, unpack_points
+from mmpreproj.patching.points.hooks import add_points, bring_points, find_point_layer, unpack_points
 from mmpreproj.points import PointPathConfig, add_point_path
 from mmpreproj.recipes.inspect import inspect_adapter
 from mmpreproj.recipes.tables import print_summary

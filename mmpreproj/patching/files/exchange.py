@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mmpreproj.patching.adapter_files import WEIGHTS_NAME, SavedAdapter
+from mmpreproj.patching.files.format import WEIGHTS_NAME, SavedAdapter
 from mmpreproj.patching.following import follow_attentions
 from mmpreproj.patching.hooks import CHILD
 from mmpreproj.patching.layer import AttentionAdapter
 from mmpreproj.patching.lifecycle import BuiltAdapter, install, unpatch
 from mmpreproj.patching.lookup import block_of, named_adapters, parameters
-from mmpreproj.patching.point_path import POINT_CHILD
-from mmpreproj.patching.pointing import path_of
+from mmpreproj.patching.points.hooks import path_of
+from mmpreproj.patching.points.path import POINT_CHILD
 
 
 def fill(built: BuiltAdapter, saved: SavedAdapter, weights: dict[str, Tensor], folder: Path) -> None:

@@ -9,7 +9,7 @@ from PIL import Image
 
 import mmpreproj
 from mmpreproj import PreProjConfig
-from mmpreproj.patching.card import draw_profile
+from mmpreproj.patching.files.card import draw_profile
 from mmpreproj.patching.profile import GainRow, Profile, ProfileRow
 
 BAR = (0x2B, 0x5D, 0x8C)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import mmpreproj
 from mmpreproj import Positions, PreProjConfig
 from mmpreproj.patching import lifecycle
-from mmpreproj.patching.positioning import masks_padding
+from mmpreproj.patching.positions.life import masks_padding
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 CONTENT = PreProjConfig(blocks=[1])  # so that positions reach attentions that nothing else is on

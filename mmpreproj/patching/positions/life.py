@@ -16,9 +16,17 @@ from mmpreproj.patching.families import Family, PositionSeam
 from mmpreproj.patching.following import follow_attentions
 from mmpreproj.patching.lookup import attention_sites, root_adapters
 from mmpreproj.patching.offloading import offloaded_to, placement
-from mmpreproj.patching.positions import Positions
-from mmpreproj.patching.processor import is_ours, put_processor, restore_processor
-from mmpreproj.patching.root import RootAdapter, RootLayer, attach_root, detach_root, has_root, is_model, root_layer
+from mmpreproj.patching.positions.processor import is_ours, put_processor, restore_processor
+from mmpreproj.patching.positions.root import (
+    RootAdapter,
+    RootLayer,
+    attach_root,
+    detach_root,
+    has_root,
+    is_model,
+    root_layer,
+)
+from mmpreproj.patching.positions.settings import Positions
 
 
 def settle_positions(model: nn.Module, config: PreProjConfig, family: Family) -> PreProjConfig:

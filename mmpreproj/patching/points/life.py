@@ -16,15 +16,15 @@ from mmpreproj.patching.following import follow_attentions
 from mmpreproj.patching.lookup import attention_sites, family_of, named_adapters, resolve_name, unwrap
 from mmpreproj.patching.machinery import check_not_distributed, tell_machinery
 from mmpreproj.patching.offloading import check_values_present, offloaded_to, placement
-from mmpreproj.patching.point_config import PointPathConfig
-from mmpreproj.patching.point_path import PointAdapter, PointLayer
-from mmpreproj.patching.pointing import (
+from mmpreproj.patching.points.hooks import (
     attach_points,
     brings_points,
     conditioning,
     detach_points,
     find_point_layer,
 )
+from mmpreproj.patching.points.path import PointAdapter, PointLayer
+from mmpreproj.patching.points.settings import PointPathConfig
 
 
 def add_point_path(transformer: nn.Module, config: PointPathConfig | None = None, *, name: str | None = None) -> None:

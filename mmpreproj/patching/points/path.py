@@ -23,7 +23,7 @@ from mmpreproj.patching.hooks import CHILD
 from mmpreproj.patching.layer import PreProjLayer
 from mmpreproj.patching.model_part import ModelPart
 from mmpreproj.patching.onloading import onloaded
-from mmpreproj.patching.point_config import PointPathConfig
+from mmpreproj.patching.points.settings import PointPathConfig
 
 POINT_CHILD = "preproj_points"
 

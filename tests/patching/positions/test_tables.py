@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from mmpreproj import Positions, PreProjConfig
 from mmpreproj.core.rotary import diagonal_angles, grid_angles, rotate, temperature, text_angles
 from mmpreproj.core.rotary_gain import RotaryGain
-from mmpreproj.patching.tables import KEPT, Grid, RotaryTables, rotary_tables
+from mmpreproj.patching.positions.tables import KEPT, Grid, RotaryTables, rotary_tables
 
 CPU = torch.device("cpu")
 WIDTH, BASE = 16, 6

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from mmpreproj import __version__
 from mmpreproj.core.sharding import whole
-from mmpreproj.patching.adapter_files import (
+from mmpreproj.patching.config import PreProjConfig
+from mmpreproj.patching.families import Family, joint_blocks
+from mmpreproj.patching.files.card import write_card
+from mmpreproj.patching.files.exchange import copy_in_place, fill, replace_modules
+from mmpreproj.patching.files.format import (
     BaseModel,
     SavedAdapter,
     find_folder,
@@ -21,10 +25,6 @@ from mmpreproj.patching.adapter_files import (
     read_weights,
     write_adapter,
 )
-from mmpreproj.patching.card import write_card
-from mmpreproj.patching.config import PreProjConfig
-from mmpreproj.patching.exchange import copy_in_place, fill, replace_modules
-from mmpreproj.patching.families import Family, joint_blocks
 from mmpreproj.patching.hooks import CHILD
 from mmpreproj.patching.lifecycle import (
     build,
@@ -42,9 +42,9 @@ from mmpreproj.patching.lookup import (
 )
 from mmpreproj.patching.machinery import check_not_distributed
 from mmpreproj.patching.offloading import check_values_present
-from mmpreproj.patching.point_life import check_room_for_points
-from mmpreproj.patching.point_path import POINT_CHILD
-from mmpreproj.patching.pointing import path_of
+from mmpreproj.patching.points.hooks import path_of
+from mmpreproj.patching.points.life import check_room_for_points
+from mmpreproj.patching.points.path import POINT_CHILD
 from mmpreproj.patching.profile import profile
 from mmpreproj.patching.report import PatchReport, report
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmpreproj.core.rotary import rotate
 from mmpreproj.patching.layer import PreProjLayer
-from mmpreproj.patching.tables import RotaryTables
+from mmpreproj.patching.positions.tables import RotaryTables
 
 Tables = dict[str, RotaryTables]
 

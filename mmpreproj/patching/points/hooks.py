@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmpreproj.patching.families import Family, PointSeam
 from mmpreproj.patching.hooks import POINT_CLOUD, POINT_MASK, PROMPT_CLOUDS, remove_hook, taken_off
-from mmpreproj.patching.point_path import POINT_CHILD, PointAdapter, PointCall, PointLayer, walk
+from mmpreproj.patching.points.path import POINT_CHILD, PointAdapter, PointCall, PointLayer, walk
 
 
 class PointKeywords(dict):

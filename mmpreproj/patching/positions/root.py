@@ -18,7 +18,7 @@ from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import Family, PositionSeam
 from mmpreproj.patching.hooks import CHILD, remove_hook
 from mmpreproj.patching.model_part import ModelPart
-from mmpreproj.patching.tables import Grid, rotary_tables
+from mmpreproj.patching.positions.tables import Grid, rotary_tables
 
 TABLES = "rotary_tables"
 MASK = "attention_mask"

@@ -1,0 +1,1 @@
+"""Adapters on disk and on the hub: their files, model card, and the way in and out."""
