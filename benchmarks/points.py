@@ -34,7 +34,7 @@ from mmpreproj.points.metrics import chamfer_distance, coverage, nearest_neighbo
 from mmpreproj.recipes.train import TrainingRun, run_training
 from mmpreproj.training.config_file import read_config
 from mmpreproj.training.held_out import HeldOutLoss
-from mmpreproj.training.triplets import CloudHeldOutLoss
+from mmpreproj.training.triplets import CloudHeldOutLoss, with_clouds_alone
 
 CONFIG = Path(__file__).parents[1] / "configs" / "furniture_points.yaml"
 NAMES = 48  # of each split
@@ -68,7 +68,7 @@ class Judge:
         self.pictures, (self.trained, self.held_out) = run.pictures, map(list, run.places)
         self.categories = [categories[place] for place in run.pictures.places]
         self.generator = torch.Generator().manual_seed(seed)
-        self.clouds, self.shown = run.pictures.clouds, run.config.points.shown
+        self.clouds = run.pictures.clouds
         self.pipeline = PreProjShapePipeline.from_pipe(run.pipeline)
         self.pipeline.set_progress_bar_config(disable=True)
 
@@ -130,11 +130,12 @@ class Judge:
 
     def pictures_from_clouds(self) -> dict[str, float]:
         """Measure the held-out flow loss of pictures with the right cloud, none, and that of another name."""
-        held_out, transformer = self.pictures.subset(list(self.held_out)), self.pipeline.transformer
+        held_out, transformer = self.pictures.subset(self.held_out), self.pipeline.transformer
+        held_out = with_clouds_alone(held_out)  # the same pictures in each row
         return {
-            "right": CloudHeldOutLoss(held_out, clouds="own", shown=self.shown, levels=8)(transformer),
+            "right": CloudHeldOutLoss(held_out, clouds="own", levels=8)(transformer),
             "none": HeldOutLoss(held_out, levels=8)(transformer),
-            "other": CloudHeldOutLoss(held_out, clouds="other", shown=self.shown, levels=8)(transformer),
+            "other": CloudHeldOutLoss(held_out, clouds="other", levels=8)(transformer),
         }
 
 
@@ -162,6 +163,8 @@ def spread(values: list[float]) -> str:
 
 def print_report(results: list[dict[str, Any]]) -> None:
     """Print both tables."""
+    if not results:
+        raise typer.BadParameter("there are no results yet; run without --report first")
     seeds = ", ".join(str(result["seed"]) for result in results)
     print(f"seeds {seeds}: mean (smallest to largest)\n")
     print("| names | clouds | Chamfer distance | coverage | 1-NNA |\n|---|---|---|---|---|")

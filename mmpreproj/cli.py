@@ -134,11 +134,13 @@ def train(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results of an earlier run.")] = False,
 ) -> None:
-    """Train on captioned pictures as a configuration says.
+    """Train on captioned pictures, with or without point clouds, as a configuration says.
 
-    The data is a folder of pictures with `metadata.jsonl` or `metadata.csv` (columns `file_name` and `text`). Mode
-    `probe` trains the adapter alone, `full` the whole transformer. For several processes:
-    `accelerate launch -m mmpreproj train CONFIG.yaml`.
+    The data is a folder of pictures with `metadata.jsonl` or `metadata.csv` (columns `file_name` and `text`, and one
+    for clouds with `data.points_column`). Mode `probe` trains the adapter alone, `full` the whole transformer. The
+    output folder gets the model or adapter, `config.yaml`, `metrics.jsonl` (a line a step), `loss.png`, `profile.png`
+    (norms of the skips), `checkpoints/`, and with clouds `previews/`. For several processes: `accelerate launch -m
+    mmpreproj train CONFIG.yaml`.
     """
     from mmpreproj.training.config_file import read_config
 
@@ -153,8 +155,9 @@ def train(
     run = run_training(settings, overwrite=overwrite)
     if not PartialState().is_main_process:
         return
-    held_out = "" if run.held_out_loss is None else f"held-out loss: {run.held_out_loss:.4f}\n"
-    typer.echo(f"{held_out}saved: {run.saved}")
+    measured = run.history[-1].held_out_losses
+    parts = ", ".join(f"{loss:.4f} {name}" if len(measured) > 1 else f"{loss:.4f}" for name, loss in measured.items())
+    typer.echo(f"held-out loss: {parts}\nsaved: {run.saved}" if parts else f"saved: {run.saved}")
 
 
 @app.command()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -196,7 +196,7 @@ def split_held_out(
     *,
     seed: int = 0,
     always_train: Sequence[str] = (),
-    by: Literal["picture", "caption"] = "picture",
+    together: Sequence[Sequence[Hashable | None]] = (),
 ) -> tuple[list[int], list[int]]:
     """Split pictures into those to train on and those never to be trained on.
 
@@ -205,7 +205,8 @@ def split_held_out(
         count: number of pictures to hold out.
         seed: of the random choice.
         always_train: captions that must stay among the training pictures.
-        by: `picture`; or `caption`, which holds out whole captions, with all their pictures, until there are as many.
+        together: what must not be on both sides, a value for each picture, several times over: pictures that are alike
+            in one of them are held out together, until there are `count` at least. None is like nothing else.
 
     Returns:
         Indices to train on and indices held out, each in ascending order.
@@ -223,26 +224,54 @@ def split_held_out(
         )
     order = torch.randperm(len(free), generator=torch.Generator().manual_seed(seed)).tolist()
     held_out = sorted(free[place] for place in order[:count])
-    if by == "caption":
-        held_out = _whole_captions(captions, [free[place] for place in order], count)
-        if len(held_out) == len(captions):
-            raise ValueError(
-                f"held_out asks for {count} pictures by caption, which takes all {len(captions)}; hold out fewer"
-            )
+    if together:
+        held_out = _whole_groups(
+            together, [free[place] for place in order], count, kept=set(always_train), captions=captions
+        )
     return [index for index in range(len(captions)) if index not in set(held_out)], held_out
 
 
-def _whole_captions(captions: Sequence[str], order: Sequence[int], count: int) -> list[int]:
-    """Take pictures in an order, each with all others of its caption, until there are `count` at least."""
-    taken: set[str] = set()
-    held_out: list[int] = []
+def _whole_groups(
+    together: Sequence[Sequence[Hashable | None]],
+    order: Sequence[int],
+    count: int,
+    *,
+    captions: Sequence[str],
+    kept: set[str],
+) -> list[int]:
+    """Take pictures in an order, each with all that are alike, until there are `count` at least."""
+    group = _groups(together, len(captions))
+    fixed = {group[place] for place, caption in enumerate(captions) if caption in kept}
+    held_out: set[int] = set()
     for index in order:
         if len(held_out) >= count:
             break
-        if captions[index] not in taken:
-            taken.add(captions[index])
-            held_out += [place for place, caption in enumerate(captions) if caption == captions[index]]
+        if group[index] not in fixed:
+            held_out |= {place for place, other in enumerate(group) if other == group[index]}
+    if len(held_out) < count or len(held_out) == len(captions):
+        raise ValueError(
+            f"held_out asks for {count} of {len(captions)} pictures, but those that belong together (by caption, or "
+            f"by a cloud that they share) leave {len(held_out)} to hold out and {len(captions) - len(held_out)} to "
+            "train on; hold out fewer"
+        )
     return sorted(held_out)
+
+
+def _groups(together: Sequence[Sequence[Hashable | None]], count: int) -> list[int]:
+    """Number the groups of pictures that are connected by being alike in something: `[count]`."""
+    group = list(range(count))
+
+    def root(place: int) -> int:
+        while group[place] != place:
+            place = group[place]
+        return place
+
+    for values in together:
+        first: dict[Hashable, int] = {}
+        for place, value in enumerate(values):
+            if value is not None:
+                group[root(place)] = root(first.setdefault(value, place))
+    return [root(place) for place in range(count)]
 
 
 def _encode_all(

@@ -25,9 +25,11 @@ class TripletSource(PictureSource, Protocol):
 
     Attributes:
         has_cloud: for each picture, whether there is a cloud to read.
+        clouds: what each picture's cloud is called; the same for pictures that share one, None where there is none.
     """
 
     has_cloud: Sequence[bool]
+    clouds: Sequence[str | None]
 
     def cloud(self, index: int, count: int, *, features: int = 0, seed: int = 0) -> np.ndarray:
         """Read one picture's cloud, in the units and the frame of its file: not yet normalised.
@@ -42,8 +44,9 @@ class TripletSource(PictureSource, Protocol):
             Places and features, float32 `[P, 3 + F]`.
 
         Raises:
-            UnreadableCloudError: if it cannot be read.
-            ValueError: if the picture has no cloud.
+            UnreadableCloudError: for whatever is wrong with the cloud itself: training lists it and goes on.
+            ValueError: for what is wrong with the call: the picture has no cloud, or another argument is out of its
+                range.
         """
         ...
 

@@ -37,8 +37,9 @@ def set_scale(model: nn.Module, scale: BlockScales | Mapping[str, BlockScales]) 
 
     With several adapters `i` of scale `sᵢ` and increment `Δᵢ`: `x_tilde = x_hat + Σ sᵢ Δᵢ(x_hat)`, and what goes
     around attention is `Σ sᵢ Wᵢ (x_hat + Δᵢ(x_hat))`. Rotary angles are scaled and summed too; of absolute positions
-    that an adapter removes, `1 - s` is left, s the mean of its blocks. A compiled model is not compiled again. Scales
-    are settings of the model; `save` does not write them.
+    that an adapter removes, `1 - s` is left, s the mean of its blocks. A point path takes the mean of its blocks'
+    scales too: where they cancel out, clouds change no picture, and none are generated. A compiled model is not
+    compiled again. Scales are settings of the model; `save` does not write them.
 
     Args:
         model: a patched model.

@@ -107,8 +107,8 @@ def detached(model: nn.Module) -> Iterator[nn.Module]:
     """Take the adapters off for the length of a `with` block, for instance to save the base alone."""
     bare = unwrap(model)
     with ExitStack() as stack:
+        stack.enter_context(without_points(bare))  # the model's last child, and so the last to be put back
         stack.enter_context(without_positions(bare))
-        stack.enter_context(without_points(bare))
         for _, attention in list(patched_attentions(bare)):
             stack.enter_context(without_layer(attention))
         yield bare

@@ -14,7 +14,6 @@ from mmpreproj.patching.families import AttentionSite, Family, joint_blocks
 from mmpreproj.patching.hooks import CHILD, layer_of
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
 from mmpreproj.patching.model_part import ModelPart
-from mmpreproj.patching.points.hooks import idle_point_layers
 from mmpreproj.patching.points.path import PointLayer
 from mmpreproj.patching.positions.root import RootAdapter
 
@@ -44,11 +43,11 @@ def named_parameters(model: nn.Module, name: str | None = None) -> Iterator[tupl
         ValueError: if the model carries no adapter, or none of that name.
     """
     model = unwrap(model)
-    names, idle = resolve_names(model, name), idle_point_layers(model)
+    names = resolve_names(model, name)
     return (
         (f"{path}.adapters.{found}.{key}", parameter)
         for path, layer in model.named_modules()
-        if isinstance(layer, (PreProjLayer, PointLayer)) and id(layer) not in idle
+        if isinstance(layer, (PreProjLayer, PointLayer))
         for found, adapter in layer.adapters.items()
         if found in names
         for key, parameter in adapter.named_parameters()

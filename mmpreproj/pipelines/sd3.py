@@ -30,7 +30,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from mmpreproj.patching.hooks import POINT_CLOUD, POINT_MASK, PROMPT_CLOUDS
+from mmpreproj.patching.hooks import PROMPT_CLOUDS
 from mmpreproj.patching.integrity import check_intact
 from mmpreproj.patching.lifecycle import detached
 from mmpreproj.patching.lookup import is_patched, unwrap
@@ -44,11 +44,11 @@ from mmpreproj.pipelines.adapter_folder import (
     remove_adapters,
     save_adapters,
 )
+from mmpreproj.pipelines.clouds import clouds_of_call
 from mmpreproj.pipelines.latents import check_finite, decode_to_pixels, encode_pixels
 from mmpreproj.pipelines.origin import AdapterOrigin
 from mmpreproj.pipelines.padding import mask_of_call, prompt_mask
 from mmpreproj.pipelines.prompts import check_clip_encoders, encode_generically
-from mmpreproj.points.path import batch_clouds, point_path
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 _AS_THEY_ARE: Any = object()  # in place of a dtype
@@ -179,7 +179,8 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         Args:
             args: those of the parent.
             point_cloud: what the picture is to show, for a transformer with a point path: a cloud `[P, 3 + F]` for all
-                prompts, or one for each, as an array, a tensor or, where they differ in size, a list. Guidance leads
+                prompts, or one for each, as an array, a tensor or, where they differ in size, a list. Of more points
+                than the model was trained to be shown, that many are drawn, the same ones every time. Guidance leads
                 towards it, away from the negative prompt without a cloud.
             kwargs: those of the parent.
 
@@ -197,7 +198,9 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         self._check_output_type(output_type)
         self._mask_padding(call.arguments)
         if point_cloud is not None:
-            self._bring_clouds(point_cloud, call.arguments)
+            clouds = clouds_of_call(self, point_cloud, call.arguments)
+            attention = call.arguments["joint_attention_kwargs"] or {}
+            call.arguments["joint_attention_kwargs"] = {**attention, PROMPT_CLOUDS: clouds}
         call.arguments.update(output_type="latent", return_dict=False)
         (images,) = super().__call__(*call.args[1:], **call.kwargs)
         if output_type != "latent":
@@ -401,24 +404,6 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         wanted = attention.get(MASK) is None and masks_padding(self.transformer, now=given["prompt"] is None)
         if wanted and (given["prompt_embeds"] is not None or isinstance(given["prompt"], (str, list))):
             given["joint_attention_kwargs"] = {**attention, PADDING: mask_of_call(self, given)}
-
-    def _bring_clouds(self, point_cloud: Any, given: dict[str, Any]) -> None:
-        """Add clouds to a call's arguments, one for each picture of each prompt."""
-        attention = given["joint_attention_kwargs"] or {}
-        if attention.keys() & {POINT_CLOUD, POINT_MASK}:
-            raise ValueError(
-                f"clouds were given twice: as point_cloud=… and in joint_attention_kwargs[{POINT_CLOUD!r}]"
-            )
-        clouds, mask = batch_clouds(point_cloud, features=point_path(self.transformer).channels - 3)
-        prompt = given["prompt_embeds"] if given["prompt"] is None else given["prompt"]
-        if not isinstance(prompt, (str, list, Tensor)):
-            return  # the parent refuses the call
-        count = 1 if isinstance(prompt, str) else len(prompt)
-        if len(clouds) not in (1, count):
-            raise ValueError(f"point_cloud has {len(clouds)} clouds for {count} prompts; give one, or one for each")
-        copies = given["num_images_per_prompt"] * (count // len(clouds))
-        parts = [part.repeat_interleave(copies, dim=0).to(self._execution_device) for part in (clouds, mask)]
-        given["joint_attention_kwargs"] = {**attention, PROMPT_CLOUDS: tuple(parts)}
 
     def _check_adapter(self) -> None:
         check_intact(self.transformer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, NullFormatter
@@ -11,36 +12,54 @@ from PIL import Image
 
 from mmpreproj.training.loop import StepRecord
 
-TRAIN, HELD_OUT = "#9ab6d3", "#b3282d"
+PICTURES = "pictures"
+COLOURS = (("#9ab6d3", "#2b5d8c"), ("#a9d3b0", "#2e7d43"))  # of each step and of the mean, by modality
+HELD_OUT = ("#b3282d", "#e07b39", "#7a4a9e", "#d6a419")
 
 
 def draw_loss_curves(history: Sequence[StepRecord], path: Path, *, window: int = 25) -> None:
-    """Draw training loss (each step, and the mean over a window) and held-out loss against steps.
+    """Draw training loss (each step, and the mean over a window) and held-out loss against steps, by modality.
 
     Args:
         history: the run's records.
         path: a PNG file.
         window: length of the running mean, in steps.
     """
-    train = [(record.step, record.loss) for record in history if record.loss is not None]
-    held_out = [(record.step, record.held_out) for record in history if record.held_out is not None]
+    trained = [record for record in history if record.loss is not None]
+    names = list(dict.fromkeys(name for record in trained for name in record.losses)) or [PICTURES]
+    several = len(names) > 1
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    steps, losses = [step for step, _ in train], [loss for _, loss in train]
-    axes.plot(steps, losses, color=TRAIN, linewidth=0.6, label="training, each step")
-    smooth = [sum(losses[max(0, end - window) : end]) / min(end, window) for end in range(1, len(losses) + 1)]
-    axes.plot(steps, smooth, color="#2b5d8c", linewidth=1.6, label=f"training, mean of {window} steps")
-    if held_out:
-        label = f"held out, {held_out[-1][1]:.4f} at the end"
-        axes.plot(*zip(*held_out, strict=True), color=HELD_OUT, marker="o", markersize=4, label=label)
+    steps, drawn = [record.step for record in trained], []
+    for name, (pale, dark) in zip(names, COLOURS, strict=False):
+        losses = [record.losses[name] if several else cast(float, record.loss) for record in trained]
+        drawn += losses
+        axes.plot(steps, losses, color=pale, linewidth=0.6, label=None if several else "training, each step")
+        smooth = [sum(losses[max(0, end - window) : end]) / min(end, window) for end in range(1, len(losses) + 1)]
+        what = f"{name}, training" if several else "training"
+        axes.plot(steps, smooth, color=dark, linewidth=1.6, label=f"{what}, mean of {window} steps")
+    for (name, points), colour in zip(_held_out_curves(history).items(), HELD_OUT, strict=False):
+        what = f"{name}, held out" if several else "held out"
+        label = f"{what}, {points[-1][1]:.4f} at the end"
+        axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, label=label)
     axes.set(xlabel="optimiser steps", ylabel="flow loss (mean squared error of ε − x)", yscale="log")
-    axes.set_ylim(bottom=0.9 * min(losses), top=min(max(losses), 2.0) * 1.1)
+    axes.set_ylim(bottom=0.9 * min(drawn), top=min(max(drawn), 2.0) * 1.1)
     axes.set_yticks([0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1, 1.5, 2], minor=False)
     axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3, which="both")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize="small" if several else None)
     _write(figure, path)
+
+
+def _held_out_curves(history: Sequence[StepRecord]) -> dict[str, list[tuple[int, float]]]:
+    """Collect (step, held-out loss) by what was measured."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for record in history:
+        measured = record.held_out_losses or ({} if record.held_out is None else {PICTURES: record.held_out})
+        for name, loss in measured.items():
+            curves.setdefault(name, []).append((record.step, loss))
+    return curves
 
 
 def draw_grid(rows: Sequence[tuple[str, Sequence[Image.Image]]], path: Path, *, cell: int = 96) -> None:

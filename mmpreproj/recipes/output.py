@@ -21,6 +21,8 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
     """
     if folder.is_file():
         raise ConfigError(f"output: {folder} is a file; name a folder")
+    if (folder / "previews").is_file():
+        raise ConfigError(f"output: {folder / 'previews'} is a file, and a run keeps a folder there; choose another")
     for path in (folder / "model", folder / "adapter"):
         if path.exists() and not _is_result(path):
             raise ConfigError(f"output: {path} was not written by a run, and this one would; choose another folder")

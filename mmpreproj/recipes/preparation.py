@@ -91,12 +91,20 @@ def _patch_or_continue(pipeline: PreProjSD3Pipeline, config: TrainConfig, adapte
         )
     (name,) = names
     found = adapter_config(pipeline.transformer, name)
-    if found != settle_positions(pipeline.transformer, adapter, family_of(pipeline.transformer)):
+    wanted = settle_positions(pipeline.transformer, adapter, family_of(pipeline.transformer))
+    if found != wanted:
         raise ConfigError(
-            f"adapter: the model in {config.model} carries an adapter already, made with {found}; to train it on, "
-            "give the same settings, to start anew, name the base without it"
+            f"adapter: the model in {config.model} carries an adapter already, made with other settings: "
+            f"{_differences(found, wanted)}. To train it on, give the same settings; to start anew, name the base "
+            "without it; a point path is added to a trained adapter by mmpreproj.points.add_point_path and saved "
+            "with the model"
         )
     return True
+
+
+def _differences(found: PreProjConfig, wanted: PreProjConfig) -> str:
+    there, asked = found.to_dict(), wanted.to_dict()
+    return "; ".join(f"{key} {there[key]!r}, asked for {asked[key]!r}" for key in there if there[key] != asked[key])
 
 
 def _with_base_size(adapter: PreProjConfig, *, patches: int) -> PreProjConfig:

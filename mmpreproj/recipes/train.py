@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 from mmpreproj.recipes.figures import draw_loss_curves
 from mmpreproj.recipes.output import check_inputs_survive, check_output, clear_output, preview_path
 from mmpreproj.recipes.preparation import prepare_pipeline
-from mmpreproj.recipes.previews import draw_previews, preview_prompts
+from mmpreproj.recipes.previews import Preview, choose_previews, draw_previews
 from mmpreproj.recipes.progress import Reporter
 from mmpreproj.training.config import ConfigError, DataConfig, TrainConfig
 from mmpreproj.training.config_file import write_config
@@ -103,14 +103,16 @@ def run_training(config: TrainConfig, *, console: Console | None = None, overwri
     seconds: dict[str, float] = {}
     with Reporter(console or Console(stderr=True), show=accelerator.is_main_process) as reporter:
         source = open_source(config.data)
-        _split(source.captions, config)  # refused now rather than when every picture has been encoded
+        _split(source, range(len(source)), config)  # refused now rather than when every picture has been encoded
         set_seed(config.seed)
         with _timed(seconds, "model"):
             pipeline = prepare_pipeline(config, reporter)
         with _timed(seconds, "encoding"):
             pictures = _encode(pipeline, source, config, accelerator=accelerator, reporter=reporter)
-        train_indices, held_indices = _split(pictures.captions, config)
+        train_indices, held_indices = _split(source, pictures.places, config)
         splits = pictures.subset(train_indices), pictures.subset(held_indices)
+        if config.trains_points:
+            _check_clouds(splits[0])
         try:
             with _timed(seconds, "training"):
                 history = _train(pipeline, splits, config, accelerator=accelerator, reporter=reporter)
@@ -169,15 +171,28 @@ def _where(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def _split(captions: Sequence[str], config: TrainConfig) -> tuple[list[int], list[int]]:
-    data = config.data
+def _split(source: PictureSource, places: Sequence[int], config: TrainConfig) -> tuple[list[int], list[int]]:
+    """Split pictures, given by their places in the source, into those to train on and those held out."""
+    data, captions = config.data, [source.captions[place] for place in places]
+    together: list[list[Hashable | None]] = [list(captions)] if data.held_out_by == "caption" else []
+    if config.trains_points:  # several pictures may be views of one shape
+        clouds = cast(TripletSource, source).clouds
+        together.append([clouds[place] for place in places])
     return split_held_out(
         captions,
         data.held_out,
         seed=config.seed if data.held_out_seed is None else data.held_out_seed,
         always_train=data.always_train,
-        by=data.held_out_by,
+        together=together,
     )
+
+
+def _check_clouds(trained: EncodedPictures) -> None:
+    if trained.has_cloud is None or not trained.has_cloud.any():
+        raise ConfigError(
+            "data: none of the pictures that are trained on has a cloud that can be read, so adapter.points would "
+            "learn nothing; see what was left out, hold out fewer, or give more rows a cloud"
+        )
 
 
 def _encode(
@@ -221,6 +236,7 @@ def _add_clouds(
         skipped=skipped,
         on_read=lambda done: reporter.stage("clouds", done, len(pictures)),
     )
+    reporter.say(f"{int(has_cloud.sum())} of {len(pictures)} pictures have a cloud")
     return pictures.with_clouds(clouds, has_cloud, skipped=skipped)
 
 
@@ -233,7 +249,7 @@ def _train(
     reporter: Reporter,
 ) -> list[StepRecord]:
     history: list[StepRecord] = []
-    shapes = _prompts_of_previews(splits, config)
+    previews = _previews(splits, config)
 
     def on_step(record: StepRecord) -> None:
         history.append(record)
@@ -242,9 +258,9 @@ def _train(
             return
         with (config.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(record)) + "\n")
-        if shapes and record.step and (record.held_out_losses or record.step == config.steps):
+        if previews and record.step and (record.held_out_losses or record.step == config.steps):
             path = preview_path(config.output, record.step)
-            reason = draw_previews(pipeline, shapes, path)
+            reason = draw_previews(pipeline, previews, path)
             if reason is not None:
                 reporter.say(f"no preview of shapes at step {record.step}: {reason}")
 
@@ -264,13 +280,11 @@ def _train(
     return history
 
 
-def _prompts_of_previews(
-    splits: tuple[EncodedPictures, EncodedPictures], config: TrainConfig
-) -> list[tuple[str, str]]:
+def _previews(splits: tuple[EncodedPictures, EncodedPictures], config: TrainConfig) -> list[Preview]:
     points = None if config.adapter is None else config.adapter.points
     if points is None or not points.generate:
         return []
-    return preview_prompts(*splits, count=config.points.previews)
+    return choose_previews(*splits, count=config.points.previews)
 
 
 def _say_skipped(what: str, skipped: tuple[SkippedPicture, ...], consequence: str, reporter: Reporter) -> None:

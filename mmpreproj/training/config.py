@@ -104,6 +104,8 @@ class DataConfig(Section):
     def _folder_is_named(self) -> DataConfig:
         if self.source == "folder" and self.folder is None:
             raise ValueError("source 'folder' needs folder: the path of a folder with pictures and metadata.jsonl")
+        if self.points_column is not None and self.source != "folder":
+            raise ValueError(f"points_column is of source 'folder'; source {self.source!r} has no metadata")
         if self.source == "furniture" and self.folder is None:
             raise ValueError(
                 "source 'furniture' needs folder: where the Debian package sweethome3d-furniture was unpacked, "
@@ -161,17 +163,15 @@ class PointTraining(Section):
     Attributes:
         stored: points that each cloud is read as, once.
         per_step: points drawn from each cloud at a step, to be made from noise.
-        shown: most points drawn from each cloud at a step, to be shown to its picture; a quarter of that at least, so
-            that the model learns from clouds of different sizes.
         dropout: share of pictures that are shown no cloud.
         weight: of the loss of points, that of pictures being 1.
         flow: noise levels of points; no shift by default, whatever the scheduler's.
-        previews: shapes that are generated and drawn at each evaluation.
+        previews: captions of which shapes are generated and drawn, two each, at each evaluation; the second half are
+            held-out ones.
     """
 
     stored: int = Field(default=4096, ge=2)
     per_step: int = Field(default=512, ge=1)
-    shown: int = Field(default=256, ge=1)
     dropout: float = Field(default=0.5, ge=0, le=1)
     weight: float = Field(default=1.0, ge=0)
     flow: FlowConfig = Field(default_factory=lambda: FlowConfig(shift=1.0))
@@ -288,6 +288,10 @@ class TrainConfig(Section):
                 "adapter.points is set, but the data has no clouds; set data.points_column to the column of the "
                 "metadata that names each row's cloud or mesh file, or data.source: furniture, or leave "
                 "adapter.points out"
+            )
+        if self.data.points_column is not None and not self.trains_points:
+            raise ValueError(
+                "data.points_column is set, but nothing trains on clouds; set adapter: {points: {}}, or leave it out"
             )
         return self
 

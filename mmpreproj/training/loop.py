@@ -21,7 +21,13 @@ from mmpreproj.training.config import ConfigError, TrainConfig
 from mmpreproj.training.held_out import HeldOutLoss
 from mmpreproj.training.objective import FlowObjective
 from mmpreproj.training.optimisation import make_optimizer, make_schedule, select_trainable
-from mmpreproj.training.triplets import CloudHeldOutLoss, PointHeldOutLoss, TripletObjective
+from mmpreproj.training.triplets import (
+    CloudHeldOutLoss,
+    PointHeldOutLoss,
+    TripletObjective,
+    cloud_share,
+    with_clouds_alone,
+)
 
 HeldOut = Callable[[nn.Module], float]
 
@@ -164,7 +170,7 @@ class _Run:
             "seed": config.seed + 1 + accelerator.process_index,
         }
         self.objective: FlowObjective = (
-            TripletObjective(pictures.empty, points=config.points, **settings)
+            TripletObjective(pictures.empty, points=config.points, cloud_share=cloud_share(pictures), **settings)
             if config.trains_points
             else FlowObjective(pictures.empty, **settings)
         )
@@ -211,14 +217,14 @@ class _Run:
         if not self.accelerator.optimizer_step_was_skipped:
             self.schedule.step()
         self.seconds += time.perf_counter() - began
-        means = {name: float(sum(part[name] for part in parts)) / len(parts) for name in parts[0]}
-        return sum(losses) / len(losses), grad_norm, means
+        means = {name: torch.stack([part[name].float() for part in parts]).mean() for name in parts[0]}
+        return sum(losses) / len(losses), grad_norm, {name: self._average(mean) for name, mean in means.items()}
 
     def measure(self, measures: dict[str, HeldOut]) -> dict[str, float]:
         """Measure the held-out losses."""
-        # The pictures' through the prepared model, in its precision, as far as it is the transformer.
-        model = self.model if self.objective.denoiser(self.transformer) is self.transformer else self.transformer
-        return {name: measure(model) for name, measure in measures.items()}
+        # Not the prepared model, whose call is that of all modalities together.
+        with self.accelerator.autocast():
+            return {name: measure(self.transformer) for name, measure in measures.items()}
 
     def check_held_out(self, losses: dict[str, float], step: int) -> None:
         """Stop if a held-out loss is not finite."""
@@ -275,11 +281,14 @@ class _Run:
         return self.config.output / "checkpoints"
 
     def _check_loss(self, loss: Tensor, step: int) -> float:
-        # Averaged over processes, so that all of them stop at the same step.
-        value = float(self.accelerator.reduce(loss.detach().float(), reduction="mean"))
+        value = self._average(loss)  # so that all processes stop at the same step
         if not torch.isfinite(torch.tensor(value)):
             self._stop(f"the loss is {value}", step)
         return value
+
+    def _average(self, loss: Tensor) -> float:
+        """Average a loss over processes."""
+        return float(self.accelerator.reduce(loss.detach().float(), reduction="mean"))
 
     def _clip(self, step: int) -> float:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -308,7 +317,9 @@ def make_measures(held_out: EncodedPictures | None, config: TrainConfig, *, time
     if points is None or held_out.has_cloud is None or not held_out.has_cloud.any():
         return measures
     if points.condition:
-        measures["pictures with clouds"] = CloudHeldOutLoss(held_out, shown=config.points.shown, **settings)
+        measures["pictures with clouds"] = CloudHeldOutLoss(held_out, **settings)
+    if points.condition and not held_out.has_cloud.all():
+        measures["these without"] = HeldOutLoss(with_clouds_alone(held_out), **settings)
     if points.generate:
         measures["points"] = PointHeldOutLoss(held_out, per_cloud=config.points.per_step, **settings)
     return measures

@@ -48,12 +48,15 @@ class TripletObjective(FlowObjective):
 
     Args:
         points: how clouds are trained on.
+        cloud_share: share of the training pictures that have a cloud. The loss of points is divided by it, so that it
+            is the mean over clouds on average, however few a batch has and however batches are cut.
         settings: those of `FlowObjective`.
     """
 
-    def __init__(self, *settings: Any, points: PointTraining, **named: Any) -> None:
+    def __init__(self, *settings: Any, points: PointTraining, cloud_share: float = 1.0, **named: Any) -> None:
         super().__init__(*settings, **named)
         self.points = points
+        self.cloud_share = cloud_share
         self.points_shift = points.flow.shift or 1.0
 
     def denoiser(self, transformer: nn.Module) -> nn.Module:
@@ -71,7 +74,7 @@ class TripletObjective(FlowObjective):
         if path.pooling is not None:
             pictures["joint_attention_kwargs"] = {
                 **(pictures["joint_attention_kwargs"] or {}),
-                **self.show_clouds(batch),
+                **self.show_clouds(batch, most=path.shown),
             }
         points, points_target = None, None
         if path.head is not None:
@@ -81,21 +84,26 @@ class TripletObjective(FlowObjective):
         if point is not None and points_target is not None:
             errors = (point.float() - points_target).square().mean(dim=(1, 2))  # [B]
             there = batch["has_cloud"].to(errors.dtype)
-            losses["points"] = (errors * there).sum() / there.sum().clamp(min=1)
+            losses["points"] = (errors * there).mean() / self.cloud_share
         return losses
 
     def total(self, losses: dict[str, Tensor]) -> Tensor:
         """Return what is minimised: the weighted sum."""
         return losses["pictures"] + (self.points.weight * losses["points"] if "points" in losses else 0.0)
 
-    def show_clouds(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Draw what pictures are shown of their clouds, and for a random share nothing."""
-        most = self.points.shown
+    def show_clouds(self, batch: dict[str, Tensor], *, most: int) -> dict[str, Tensor]:
+        """Draw what pictures are shown of their clouds, and for a random share nothing.
+
+        Between a quarter of the points and all of `most` are shown, so that a model learns from clouds of all sizes.
+        """
         shown = self.draw_points(batch["cloud"], most)  # [B, S, 3 + F]
         kept = torch.rand(len(shown), generator=self.generator) >= self.points.dropout  # [B]
         counts = torch.randint((most + 3) // 4, most + 1, (len(shown), 1), generator=self.generator)  # [B, 1]
-        mask = kept[:, None] & (torch.arange(most) < counts)  # [B, S]
-        return {POINT_CLOUD: shown, POINT_MASK: mask.to(shown.device) & batch["has_cloud"][:, None]}
+        drawn = (torch.arange(most) < counts).to(shown.device)  # [B, S]
+        # Of a cloud with many points alike, those drawn may all be one.
+        extended = (shown[..., :3] != shown[:, :1, :3]).any(dim=-1) & drawn
+        there = kept.to(shown.device) & batch["has_cloud"] & extended.any(dim=1)  # [B]
+        return {POINT_CLOUD: shown, POINT_MASK: drawn & there[:, None]}
 
     def noisy_points(
         self, batch: dict[str, Tensor], pooled: Tensor, path: PointAdapter
@@ -124,21 +132,21 @@ class CloudHeldOutLoss(HeldOutLoss):
     Args:
         pictures: encoded pictures with clouds.
         clouds: `own`, each its own; `other`, each one of another caption, the same one every time.
-        shown: points of a cloud that are shown.
         settings: those of `HeldOutLoss`.
+
+    Raises:
+        ValueError: if no picture has a cloud, or with `other` not two of different captions have.
     """
 
-    def __init__(
-        self, pictures: EncodedPictures, *, clouds: Literal["own", "other"] = "own", shown: int = 256, **settings: Any
-    ) -> None:
+    def __init__(self, pictures: EncodedPictures, *, clouds: Literal["own", "other"] = "own", **settings: Any) -> None:
         super().__init__(_with_clouds_of(pictures, others=clouds == "other"), **settings)
-        self.shown = shown
 
     def _attention_kwargs(
         self, transformer: nn.Module, batch: list[dict[str, Tensor]], device: torch.device
     ) -> dict[str, Tensor] | None:
         given = super()._attention_kwargs(transformer, batch, device) or {}
-        clouds = torch.stack([item["cloud"][: self.shown] for item in batch]).to(device)  # [B, S, 3 + F]
+        shown = point_path(transformer).shown
+        clouds = torch.stack([item["cloud"][:shown] for item in batch]).to(device)  # [B, S, 3 + F]
         there = torch.stack([item["has_cloud"] for item in batch]).to(device)
         return {**given, POINT_CLOUD: clouds, POINT_MASK: there[:, None].expand(clouds.shape[:2])}
 
@@ -163,7 +171,8 @@ class PointHeldOutLoss:
         seed: int = 0,
         timesteps: int = 1000,
     ) -> None:
-        self.items = [pictures[index] for index in range(len(pictures)) if bool(pictures[index]["has_cloud"])]
+        kept = with_clouds_alone(pictures)
+        self.items = [kept[index] for index in range(len(kept))]
         self.sigmas = spread_sigmas(len(self.items), levels)  # [N, K]
         self.per_cloud = per_cloud
         self.seed = seed
@@ -203,15 +212,38 @@ def widened(clouds: Tensor, path: PointAdapter) -> Tensor:
     return torch.cat([clouds[..., :3] * path.spread, clouds[..., 3:]], dim=-1)
 
 
+def cloud_share(pictures: EncodedPictures) -> float:
+    """Measure which share of pictures has a cloud.
+
+    Raises:
+        ValueError: if none has.
+    """
+    return len(with_clouds_alone(pictures)) / len(pictures)
+
+
+def with_clouds_alone(pictures: EncodedPictures) -> EncodedPictures:
+    """Keep the pictures that have a cloud.
+
+    Raises:
+        ValueError: if none has.
+    """
+    flags = [] if pictures.has_cloud is None else pictures.has_cloud.tolist()
+    there = [index for index, has_cloud in enumerate(flags) if has_cloud]
+    if not there:
+        raise ValueError("none of these pictures has a cloud")
+    return pictures.subset(there)
+
+
 def _with_clouds_of(pictures: EncodedPictures, *, others: bool) -> EncodedPictures:
     """Keep the pictures that have a cloud, each with its own or with that of the next one of another caption."""
-    there = [index for index in range(len(pictures)) if bool(pictures[index]["has_cloud"])]
-    kept = pictures.subset(there)
+    kept = with_clouds_alone(pictures)
     if not others or kept.clouds is None:
         return kept
+    if len(set(kept.captions)) < 2:
+        raise ValueError("there is no cloud of another caption: all held-out pictures with clouds have the same one")
     captions, count = kept.captions, len(kept.captions)
     source = []
     for place in range(count):
         ahead = ((place + step) % count for step in range(count // 2, count // 2 + count))
-        source.append(next((other for other in ahead if captions[other] != captions[place]), place))
+        source.append(next(other for other in ahead if captions[other] != captions[place]))
     return kept.with_clouds(kept.clouds[source], torch.ones(count, dtype=torch.bool))

@@ -12,7 +12,7 @@ from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload, dispatc
 from accelerate.hooks import CpuOffload, ModelHook, add_hook_to_module
 from diffusers import SD3ControlNetModel
 from diffusers.hooks import apply_group_offloading
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from points_kit import clouds, drawn, moved, noisy, prompt, with_points
 from positions_kit import picture, relative
@@ -25,6 +25,7 @@ import mmpreproj
 from mmpreproj import Positions, PreProjConfig
 from mmpreproj.patching.files.format import read_weights
 from mmpreproj.patching.points.hooks import find_point_layer, velocity_of_points
+from mmpreproj.patching.points.path import PointLayer
 from mmpreproj.points import add_point_path, point_velocity
 
 CPU = torch.device("cpu")
@@ -276,7 +277,7 @@ def test_lora_and_points_do_not_touch_each_other(make_transformer, adapter, orde
 
 @pytest.mark.parametrize("order", ["lora first", "ours first"])
 def test_a_conditioning_that_peft_copies_keeps_one_path(make_transformer, adapter, make_patched, order, tmp_path):
-    """`modules_to_save` copies the module that carries the path, and trains the copy."""
+    """`modules_to_save` copies the module that carries hooks of the path; the path is no part of it."""
     model, bare = make_transformer("sd35"), make_patched()
     config = LoraConfig(target_modules=["to_q"], modules_to_save=["time_text_embed"], r=4)  # zero at the start
     if order == "ours first":
@@ -285,11 +286,21 @@ def test_a_conditioning_that_peft_copies_keeps_one_path(make_transformer, adapte
     if order == "lora first":
         mmpreproj.load(wrapped, adapter)
     same(model, bare)
+    with wrapped.disable_adapter():  # the module that was copied is called then
+        same(model, bare)
     mmpreproj.check_intact(wrapped)
     assert mmpreproj.report(wrapped).parameters == mmpreproj.report(bare).parameters
+    assert [name for name, _ in mmpreproj.named_parameters(wrapped)] == [
+        name for name, _ in mmpreproj.named_parameters(bare)
+    ]
+    assert len([module for module in wrapped.modules() if isinstance(module, PointLayer)]) == 1
+    assert not [key for key in get_peft_model_state_dict(wrapped) if "preproj" in key]
     mmpreproj.thaw(wrapped)
-    loss_of_both(wrapped).backward()
-    gradients(wrapped)
+    for one in (wrapped, bare):
+        loss_of_both(one).backward()
+    same_gradients(wrapped, bare, rtol=0, atol=0)
+    copied = model.time_text_embed.modules_to_save["default"]
+    assert all(parameter.grad.any() for parameter in copied.timestep_embedder.parameters())
     with torch.no_grad():
         for one in (wrapped, bare):
             for index, parameter in enumerate(mmpreproj.parameters(one)):
@@ -596,6 +607,37 @@ def test_controlnet_residuals_are_added_as_ever(make_patched, make_transformer):
     with torch.no_grad():
         (made,) = controlnet(controlnet_cond=inputs["hidden_states"], **inputs, return_dict=False)
     assert drawn(model, clouds(), block_controlnet_hidden_states=list(made)).isfinite().all()
+
+
+@pytest.mark.parametrize("positions", [None, Positions(absolute="remove")], ids=["alone", "with positions"])
+@pytest.mark.parametrize("style", ["sd3", "sd35"])
+def test_a_controlnet_made_from_a_model_with_a_path_is_that_of_its_base(
+    make_patched, make_transformer, style, positions
+):
+    """Diffusers copies the weights of the conditioning strictly."""
+
+    def build(transformer: nn.Module) -> nn.Module:
+        torch.manual_seed(3)
+        made = SD3ControlNetModel.from_transformer(transformer, num_layers=1, num_extra_conditioning_channels=0)
+        for block in (made.controlnet_blocks, made.pos_embed_input):
+            for parameter in block.parameters():
+                nn.init.normal_(parameter, std=0.3)
+        return made.eval()
+
+    model = make_patched(PreProjConfig(positions=positions, points=with_points().points), style=style)
+    before = drawn(model, clouds())
+    controlnet, twin = build(model), build(make_transformer(style))
+    assert controlnet.state_dict().keys() == twin.state_dict().keys()
+    assert all(torch.equal(value, twin.state_dict()[key]) for key, value in controlnet.state_dict().items())
+    assert not [module for module in controlnet.modules() if module._forward_hooks or module._forward_pre_hooks]
+    inputs = picture(8, 8, 5)
+    with torch.no_grad():
+        (made,), (expected,) = (
+            one(controlnet_cond=inputs["hidden_states"], **inputs, return_dict=False)[0] for one in (controlnet, twin)
+        )
+    assert torch.equal(made, expected)
+    assert torch.equal(drawn(model, clouds()), before)
+    assert relative(drawn(model, clouds(), block_controlnet_hidden_states=[made]), before) > 1e-3
 
 
 def test_a_lora_scale_in_the_same_arguments_comes_through(make_patched):

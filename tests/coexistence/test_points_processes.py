@@ -136,8 +136,12 @@ def refuse_shards(rank: int, folder: Path) -> None:
     older = build().requires_grad_(True)
     for index, block in enumerate(older.transformer_blocks):
         older.transformer_blocks[index] = FullyShardedDataParallel(block, device_id=torch.device("cpu"))
+    wrapped = build().requires_grad_(True)
+    wrapped.preproj_points = FullyShardedDataParallel(wrapped.preproj_points, device_id=torch.device("cpu"))
+    mmpreproj.check_intact(wrapped)
     with torch.no_grad():
         torch.testing.assert_close(drawn(older), drawn(plain))
+        torch.testing.assert_close(drawn(wrapped), drawn(plain))
     for run in (moved, lambda one: drawn(one, clouds())):
         with pytest.raises(RuntimeError, match=message):
             run(older)

@@ -198,3 +198,38 @@ def test_holding_out_too_many_is_refused(count, always):
 def test_an_unknown_caption_to_keep_is_named():
     with pytest.raises(ValueError, match="'plum', 'quince'"):
         split_held_out(["apple", "pear"], 1, always_train=["quince", "apple", "plum"])
+
+
+# --- holding out what belongs together -------------------------------------------------------------------------------
+
+
+def test_pictures_alike_in_something_are_held_out_together():
+    captions = [f"c{place % 7}" for place in range(30)]
+    for count in (0, 1, 5, 12):
+        train, held_out = split_held_out(captions, count, seed=count, together=[captions])
+        assert sorted(train + held_out) == list(range(30))
+        assert not {captions[place] for place in train} & {captions[place] for place in held_out}
+        assert count <= len(held_out) < count + 5
+
+
+def test_what_is_connected_through_another_is_one_group_and_none_is_like_nothing():
+    captions = ["a", "b", "c", "d", "e", "f"]
+    views = ["x", "x", None, None, "y", None]
+    rooms = [None, 1, 1, None, None, None]
+    groups = [{0, 1, 2}, {3}, {4}, {5}]
+    for seed in range(12):
+        _, held_out = split_held_out(captions, 1, seed=seed, together=[views, rooms])
+        assert set(held_out) in groups
+
+
+def test_captions_to_keep_hold_their_whole_group():
+    captions, shapes = ["a", "b", "c", "d"] * 3, ["x", "x", "y", "z"] * 3
+    for seed in range(5):
+        _, held_out = split_held_out(captions, 3, seed=seed, always_train=["b"], together=[shapes])
+        assert {captions[place] for place in held_out} <= {"c", "d"}
+
+
+@pytest.mark.parametrize("captions", [["a"] * 4, ["a", "a", "a", "b"]])
+def test_groups_that_leave_too_few_are_refused(captions):
+    with pytest.raises(ValueError, match=r"held_out asks for 3 of 4 pictures, but those that belong together"):
+        split_held_out(captions, 3, always_train=["b"] if "b" in captions else [], together=[captions, ["s"] * 4])

@@ -22,7 +22,7 @@ def cloud(count=12, *, seed=0, features=0):
 
 
 def head_of(pipe):
-    return pipe.transformer.time_text_embed.preproj_points.path
+    return pipe.transformer.preproj_points.path
 
 
 @pytest.fixture

@@ -470,7 +470,7 @@ def test_prompts_without_an_encoder_are_refused(make_pipe):
 def test_clouds_that_are_not_finite_are_refused(make_pipe):
     pipe = make_pipe()
     with torch.no_grad():
-        next(iter(pipe.transformer.time_text_embed.preproj_points.path.head.parameters())).fill_(float("nan"))
+        next(iter(pipe.transformer.preproj_points.path.head.parameters())).fill_(float("nan"))
     with pytest.raises(ValueError, match="the generated points are NaN or infinite; load the model in bfloat16"):
         make_clouds(pipe)
     with pytest.raises(ValueError, match="the generated points are NaN or infinite"):

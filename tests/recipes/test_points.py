@@ -9,12 +9,13 @@ import torch
 from PIL import Image
 
 from mmpreproj import load
+from mmpreproj.data.encoding import split_held_out
 from mmpreproj.pipelines import PreProjSD3Pipeline, PreProjShapePipeline
-from mmpreproj.recipes.previews import draw_previews, preview_prompts
+from mmpreproj.recipes.previews import Preview, choose_previews, draw_previews
 from mmpreproj.training.config import ConfigError
 
-POINTS = {"stored": 24, "per_step": 5, "shown": 6, "previews": 4}
-ADAPTER = {"points": {"frequencies": 2}}
+POINTS = {"stored": 24, "per_step": 5, "previews": 4}
+ADAPTER = {"points": {"frequencies": 2, "shown": 8}}
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_a_run_on_triplets_leaves_a_model_that_makes_pictures_and_clouds(run, po
     assert Image.open(output / "previews" / "step-000003.png").size[0] > 200
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert set(records[-1]["losses"]) == {"pictures", "points"}
-    assert set(records[-1]["held_out_losses"]) == {"pictures", "pictures with clouds", "points"}
+    assert set(records[-1]["held_out_losses"]) >= {"pictures", "pictures with clouds", "points"}
 
     pictured, shaped = (cls.from_pretrained(done.saved) for cls in (PreProjSD3Pipeline, PreProjShapePipeline))
     for pipe in (pictured, shaped):
@@ -95,16 +96,60 @@ def test_without_previews_none_are_drawn(run, point_config):
 def test_previews_are_of_captions_with_clouds_from_both_sides(run, point_config):
     done, _ = run(point_config(points=POINTS | {"previews": 0}))
     trained, held_out = (done.pictures.subset(list(places)) for places in done.places)
-    chosen = preview_prompts(trained, held_out, count=3)
-    assert [label for _, label in chosen] == ["trained", "trained", "held out"]
-    assert all(caption in {"red square", "green square", "blue square"} for caption, _ in chosen)
+    chosen = choose_previews(trained, held_out, count=3)
+    assert [preview.label.split(" (")[1] for preview in chosen] == ["trained)", "trained)", "held out)"]
+    for preview in chosen:
+        place = done.pictures.captions.index(preview.label.split(" (")[0])
+        assert torch.equal(preview.pooled, done.pictures[place]["pooled"])
+
+
+def test_previews_need_no_text_encoder_and_change_nothing(run, point_config, tmp_path):
+    done, _ = run(point_config(points=POINTS | {"previews": 0}))
+    previews = choose_previews(done.pictures, done.pictures.subset([]), count=1)
+    done.pipeline.text_encoder = done.pipeline.tokenizer = None
+    transformer = done.pipeline.transformer.train()
+    state, before = torch.get_rng_state(), [value.clone() for value in transformer.state_dict().values()]
+    assert draw_previews(done.pipeline, previews, tmp_path / "p.png") is None
+    assert (tmp_path / "p.png").stat().st_size > 1000
+    assert transformer.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(*pair) for pair in zip(before, transformer.state_dict().values(), strict=True))
+
+
+def test_views_of_one_shape_are_never_on_both_sides(run, point_config, triplets):
+    rows = [json.loads(line) for line in (triplets / "metadata.jsonl").read_text().splitlines()]
+    for place, row in enumerate(rows):
+        row["points"] = f"{1 + place % 4}.npy"
+    (triplets / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done, _ = run(point_config(points=POINTS | {"previews": 0}))
+    trained, held_out = ({place % 4 for place in places} for places in done.places)
+    assert held_out and not trained & held_out
+
+
+def test_a_run_without_a_cloud_to_train_on_is_refused(run, point_config, triplets):
+    rows = [json.loads(line) for line in (triplets / "metadata.jsonl").read_text().splitlines()]
+    for row in rows[1:]:
+        row.pop("points")
+    rows[0]["points"] = "1.npy"
+    (triplets / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    seed = next(s for s in range(50) if 0 in split_held_out([row["text"] for row in rows], 4, seed=s)[1])
+    with pytest.raises(ConfigError, match="none of the pictures that are trained on has a cloud"):
+        run(point_config(data={"held_out_seed": seed}))
+
+
+def test_a_file_in_the_place_of_previews_is_refused(run, point_config):
+    config = point_config()
+    config.output.mkdir(parents=True)
+    (config.output / "previews").write_text("mine")
+    with pytest.raises(ConfigError, match="previews is a file"):
+        run(config)
 
 
 def test_a_model_whose_clouds_cannot_be_drawn_ends_no_run(run, point_config, tmp_path):
     done, _ = run(point_config(points=POINTS | {"previews": 0}))
     for parameter in done.pipeline.transformer.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
-    reason = draw_previews(done.pipeline, [("red square", "trained")], tmp_path / "p.png")
+    reason = draw_previews(done.pipeline, [Preview("red square", torch.zeros(24))], tmp_path / "p.png")
     assert "NaN or infinite" in reason
     assert not (tmp_path / "p.png").exists()
 

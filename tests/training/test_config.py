@@ -52,7 +52,7 @@ def test_every_shipped_file_is_a_configuration():
     assert {path.name for path in CONFIGS.glob("*.yaml")} == set(SHIPPED)
     for name in SHIPPED:
         config = read_config(CONFIGS / name)
-        points = PointPathConfig() if name == "furniture_points.yaml" else None
+        points = PointPathConfig(shown=64) if name == "furniture_points.yaml" else None
         assert config.adapter == PreProjConfig(points=points), name
         assert isinstance(config.model, ScratchModel) == (config.mode == "full") == (name in FROM_NOTHING)
 
@@ -323,11 +323,17 @@ POINTED = {**MINIMAL, "adapter": {"points": {"features": 3}}}
 
 
 def test_points_are_read_with_the_adapter_and_need_clouds(read, refusal):
-    config = read(POINTED, "data.points_column=points", "points.shown=64")
+    config = read(POINTED, "data.points_column=points", "points.stored=64")
     assert config.adapter.points == PointPathConfig(features=3)
-    assert (config.trains_points, config.points.shown, config.points.flow.shift) == (True, 64, 1.0)
+    assert (config.trains_points, config.points.stored, config.points.flow.shift) == (True, 64, 1.0)
     assert "the data has no clouds; set data.points_column" in refusal(POINTED)
     assert not read(MINIMAL).trains_points
+
+
+def test_clouds_that_nobody_would_train_on_are_refused(refusal):
+    assert "nothing trains on clouds" in refusal(MINIMAL, "data.points_column=points")
+    openmoji = {**MINIMAL, "data": {"source": "openmoji", "points_column": "points"}}
+    assert "source 'openmoji' has no metadata" in refusal(openmoji)
 
 
 def test_mistakes_of_points_are_named(refusal):

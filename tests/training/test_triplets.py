@@ -21,7 +21,7 @@ from mmpreproj.training.triplets import (
     _with_clouds_of,
 )
 
-POINTS = {"stored": 32, "per_step": 6, "shown": 8}
+POINTS = {"stored": 32, "per_step": 6}
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def make_triplets(make_pictures):
 def make_model(make_transformer, shake):
     def make(*, shaken=True, **points):
         transformer = make_transformer()
-        mmpreproj.patch(transformer, PreProjConfig(points=PointPathConfig(**points)))
+        mmpreproj.patch(transformer, PreProjConfig(points=PointPathConfig(**({"shown": 8} | points))))
         if shaken:
             shake(transformer)
         return transformer
@@ -50,7 +50,7 @@ def make_model(make_transformer, shake):
 
 @pytest.fixture
 def make_objective(make_pictures):
-    def make(*, caption_dropout=0.0, seed=3, timesteps=1000, **points):
+    def make(*, caption_dropout=0.0, seed=3, timesteps=1000, cloud_share=1.0, **points):
         return TripletObjective(
             make_pictures().empty,
             flow=FlowConfig(),
@@ -59,6 +59,7 @@ def make_objective(make_pictures):
             caption_dropout=caption_dropout,
             seed=seed,
             points=PointTraining(**(POINTS | points)),
+            cloud_share=cloud_share,
         )
 
     return make
@@ -92,7 +93,7 @@ def test_the_loss_of_points_equals_a_reference_written_from_the_equations(make_o
     predicted = point_velocity(transformer, **inputs)
     per_cloud = (predicted - target).square().mean(dim=(1, 2))
     expected = per_cloud[batch["has_cloud"]].mean()
-    fixed = make_objective()
+    fixed = make_objective(cloud_share=7 / 8)
     fixed.noisy_points = lambda *arguments: drawn
     torch.testing.assert_close(losses(fixed, transformer, batch)["points"], expected)
 
@@ -119,13 +120,13 @@ def test_the_loss_of_pictures_is_that_of_pictures_alone_where_no_cloud_is_shown(
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_clouds_are_shown_to_the_given_share_of_pictures(make_objective, make_triplets, share):
     batch = batch_of(make_triplets(), [0] * 4000)
-    mask = make_objective(dropout=share).show_clouds(batch)[POINT_MASK]
+    mask = make_objective(dropout=share).show_clouds(batch, most=8)[POINT_MASK]
     assert float(mask.any(dim=1).float().mean()) == pytest.approx(1 - share, abs=0.03)
 
 
 def test_shown_clouds_differ_in_size_and_are_points_of_their_own_cloud(make_objective, make_triplets):
     pictures = make_triplets()
-    shown = make_objective(dropout=0.0, shown=10).show_clouds(batch_of(pictures, [0, 2, 1] * 300))
+    shown = make_objective(dropout=0.0).show_clouds(batch_of(pictures, [0, 2, 1] * 300), most=10)
     counts = shown[POINT_MASK].sum(dim=1)
     assert set(counts[2::3].tolist()) == {0}  # it has no cloud
     assert set(counts[0::3].tolist()) == set(range(3, 11))
@@ -160,6 +161,32 @@ def test_a_path_of_one_use_trains_that_use_alone(make_objective, make_model, mak
     assert all(parameter.grad is not None for parameter in mmpreproj.parameters(transformer))
 
 
+def test_the_loss_of_points_does_not_depend_on_how_batches_are_cut(make_objective, make_model, make_triplets):
+    transformer, batch = make_model(), batch_of(make_triplets(without=(1, 2, 3, 6)))
+    drawn = make_objective().noisy_points(batch, batch["pooled"], point_path(transformer))
+
+    def loss(rows):
+        objective = make_objective(cloud_share=0.5, dropout=1.0)
+        inputs = {key: value[rows] for key, value in drawn[0].items()}
+        objective.noisy_points = lambda *arguments: (inputs, drawn[1][rows])
+        return losses(objective, transformer, {key: value[rows] for key, value in batch.items()})["points"].item()
+
+    whole = loss(slice(0, 8))
+    for size in (1, 2, 4):
+        parts = [loss(slice(start, start + size)) for start in range(0, 8, size)]
+        assert sum(parts) / len(parts) == pytest.approx(whole, rel=1e-5)
+
+
+def test_points_that_happen_to_be_one_are_not_shown(make_objective, make_triplets):
+    batch = batch_of(make_triplets(), [0, 2])
+    batch["cloud"][0, 1:] = batch["cloud"][0, 0]
+    shown = make_objective(dropout=0.0).show_clouds(batch, most=8)
+    assert shown[POINT_MASK].any(dim=1).tolist() == [
+        bool((shown[POINT_CLOUD][0] != shown[POINT_CLOUD][0, 0]).any()),
+        True,
+    ]
+
+
 def test_the_total_is_weighted(make_objective):
     parts = {"pictures": torch.tensor(2.0), "points": torch.tensor(3.0)}
     assert float(make_objective(weight=0.5).total(parts)) == 3.5
@@ -172,9 +199,9 @@ def test_the_total_is_weighted(make_objective):
 def test_pictures_with_their_own_clouds_and_with_others_are_told_apart(make_model, make_triplets):
     transformer, pictures = make_model(), make_triplets()
     some = pictures.subset([place for place in range(8) if place != 1])
-    values = [CloudHeldOutLoss(pictures, clouds=clouds, shown=8)(transformer) for clouds in ("own", "other")]
+    values = [CloudHeldOutLoss(pictures, clouds=clouds)(transformer) for clouds in ("own", "other")]
     assert len({*values, HeldOutLoss(some)(transformer)}) == 3
-    assert CloudHeldOutLoss(pictures, shown=8)(transformer) == values[0]
+    assert CloudHeldOutLoss(pictures)(transformer) == values[0]
 
 
 def test_another_cloud_is_never_one_of_the_same_caption(make_triplets):
@@ -185,9 +212,15 @@ def test_another_cloud_is_never_one_of_the_same_caption(make_triplets):
         assert pictures.captions[source] != caption
 
 
+def test_where_all_captions_are_alike_there_is_no_other_cloud(make_triplets):
+    alike = replace(make_triplets(), captions=("a",) * 8)
+    with pytest.raises(ValueError, match="no cloud of another caption"):
+        CloudHeldOutLoss(alike, clouds="other")
+
+
 def test_at_a_zero_start_clouds_change_no_held_out_loss(make_model, make_triplets):
     transformer, pictures = make_model(shaken=False), make_triplets(without=())
-    assert CloudHeldOutLoss(pictures, shown=8)(transformer) == pytest.approx(HeldOutLoss(pictures)(transformer))
+    assert CloudHeldOutLoss(pictures)(transformer) == pytest.approx(HeldOutLoss(pictures)(transformer))
 
 
 def test_an_oracle_of_points_has_no_held_out_loss(make_model, make_triplets, monkeypatch):
@@ -212,7 +245,7 @@ def test_an_oracle_of_points_has_no_held_out_loss(make_model, make_triplets, mon
 def point_config(make_config, tmp_path):
     def make(**changes):
         return make_config(
-            adapter=PreProjConfig(points=PointPathConfig()),
+            adapter=PreProjConfig(points=PointPathConfig(shown=8)),
             data={"folder": tmp_path, "points_column": "points"},
             points=POINTS,
             **changes,
@@ -221,11 +254,26 @@ def point_config(make_config, tmp_path):
     return make
 
 
+def test_pictures_with_clouds_have_a_measure_without_on_the_same_pictures(make_model, make_triplets, point_config):
+    transformer, records = make_model(shaken=False), []
+    train(transformer, make_triplets(), point_config(), held_out=make_triplets(), on_step=records.append)
+    start = records[0].held_out_losses
+    assert set(start) == {"pictures", "pictures with clouds", "these without", "points"}
+    assert start["pictures with clouds"] == pytest.approx(start["these without"]) != start["pictures"]
+
+
+def test_a_half_precision_model_is_measured_in_its_precision(make_model, make_triplets, point_config):
+    transformer, records = make_model().to(torch.bfloat16), []
+    pictures = make_triplets(without=())
+    train(transformer, pictures, point_config(precision="bf16"), held_out=pictures, on_step=records.append)
+    assert all(0 < loss < 20 for loss in records[-1].held_out_losses.values())
+
+
 @pytest.mark.parametrize("mode", ["probe", "full"])
 def test_a_run_moves_the_whole_path_and_reports_each_modality(make_model, make_triplets, point_config, mode):
     transformer, records = make_model(shaken=False), []
     before = {name: value.detach().clone() for name, value in mmpreproj.named_parameters(transformer)}
-    pictures = make_triplets()
+    pictures = make_triplets(without=())
     trained = train(transformer, pictures, point_config(mode=mode), held_out=pictures, on_step=records.append)
     assert trained is transformer
     moved = {name for name, value in mmpreproj.named_parameters(transformer) if not torch.equal(before[name], value)}

@@ -3,6 +3,9 @@
 Plain module-level functions that keep nothing between calls. The model's pre-hook takes the clouds out of its
 attention kwargs and sends them along with the pooled text; where that text is read, a pre-hook unpacks them, and a
 hook adds what the points say to the conditioning, which then reaches every block.
+
+The path is the model's child. What makes the conditioning has hooks alone, so that others may copy it (PEFT) or read
+its weights (ControlNets); each call names the model that it came through.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 from mmpreproj.patching.families import Family, PointSeam
 from mmpreproj.patching.hooks import POINT_CLOUD, POINT_MASK, PROMPT_CLOUDS, remove_hook, taken_off
+from mmpreproj.patching.lookup import model_parts
 from mmpreproj.patching.points.path import POINT_CHILD, PointAdapter, PointCall, PointLayer, walk
 
 
@@ -71,7 +75,7 @@ def add_points(embedder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     call = getattr(kwargs, "call", None)
     if call is None:
         return temb
-    layer = cast(PointLayer, embedder._modules[POINT_CHILD])
+    layer = point_layer(call.model)
     points, mask = call.points.to(temb.device), call.mask.to(temb.device)
     tokens = walk(call.model, layer.family, layer.path.embed_cloud(points, mask).to(temb.dtype), temb)  # [B, P, D]
     return layer.path.condition(tokens, mask, temb)
@@ -148,16 +152,16 @@ def _beside_negatives(cloud: Tensor, mask: Tensor, *, batch: int) -> tuple[Tenso
 
 
 def attach_points(model: nn.Module, layer: PointLayer) -> None:
-    """Make `layer` the child of what makes a model's conditioning, and register the hooks."""
+    """Make `layer` a model's child, and register the hooks on it and on what makes its conditioning."""
     embedder = conditioning(model, layer.family)
-    embedder.add_module(POINT_CHILD, layer)
+    model.add_module(POINT_CHILD, layer)
     embedder.register_forward_pre_hook(unpack_points, with_kwargs=True)
     embedder.register_forward_hook(add_points, with_kwargs=True)
     model.register_forward_pre_hook(bring_points, with_kwargs=True)
 
 
 def detach_points(model: nn.Module) -> None:
-    """Take layer and hooks off a model."""
+    """Take layer and hooks off a model, or off every one inside a module."""
     for part in list(model.modules()):  # PEFT may have copied what makes the conditioning
         remove_hook(part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs, bring_points)
         remove_hook(part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs, unpack_points)
@@ -184,22 +188,10 @@ def brings_points(model: nn.Module) -> bool:
 
 
 def find_point_layer(model: nn.Module) -> PointLayer | None:
-    """Return a model's point layer, None if it has none; where PEFT copied it, the one that is computed with."""
-    for child in model.children():
-        layer = getattr(child, POINT_CHILD, None)
-        if isinstance(layer, PointLayer):
-            return layer
-    return next((module for module in model.modules() if isinstance(module, PointLayer)), None)
-
-
-def idle_point_layers(model: nn.Module) -> set[int]:
-    """Identify the point layers that PEFT's `modules_to_save` keeps beside the one that is computed with."""
-    idle: set[int] = set()
-    for module in model.modules():
-        if "modules_to_save" in module._modules:
-            used = getattr(module, POINT_CHILD, None)
-            idle |= {id(part) for part in module.modules() if isinstance(part, PointLayer) and part is not used}
-    return idle
+    """Return a model's point layer, None if it has none."""
+    child = model._modules.get(POINT_CHILD)
+    layer = getattr(child, "_fsdp_wrapped_module", child)  # of FSDP's first version, which may wrap any child
+    return layer if isinstance(layer, PointLayer) else None
 
 
 def point_layer(model: nn.Module) -> PointLayer:
@@ -221,7 +213,7 @@ def are_points_attached(model: nn.Module, family: Family) -> bool:
     """Tell whether a model has a point path with all its hooks."""
     parts = list(conditioning(model, family).modules())
     return (
-        any(isinstance(part, PointLayer) for part in parts)
+        find_point_layer(model) is not None
         and brings_points(model)
         and any(unpack_points in part._forward_pre_hooks.values() for part in parts)
         and any(add_points in part._forward_hooks.values() for part in parts)
@@ -230,8 +222,7 @@ def are_points_attached(model: nn.Module, family: Family) -> bool:
 
 def path_of(model: nn.Module, name: str) -> PointAdapter | None:
     """Return an adapter's point path, None if it has none."""
-    layer = find_point_layer(model)
-    return cast(PointAdapter, layer.adapters[name]) if layer is not None and name in layer.adapters else None
+    return next((part for part in model_parts(model, name) if isinstance(part, PointAdapter)), None)
 
 
 def conditioning(model: nn.Module, family: Family) -> nn.Module:

@@ -113,7 +113,8 @@ def put_points(model: nn.Module, family: Family, points: PointAdapter, *, name: 
 
 def remove_points(model: nn.Module, name: str) -> None:
     """Take an adapter's point path off a model, if it has one, and hooks that something else robbed of theirs."""
-    for owner in [module for module in model.modules() if brings_points(module)] or [model]:
+    owners = [module for module in model.modules() if brings_points(module) or find_point_layer(module) is not None]
+    for owner in owners or [model]:
         layer = find_point_layer(owner)
         if layer is None or name in layer.adapters:
             detach_points(owner)

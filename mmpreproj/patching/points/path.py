@@ -48,10 +48,16 @@ class PointAdapter(ModelPart):
     ) -> None:
         super().__init__(device=device)
         self.normalise, self.spread, self.channels = config.normalise, config.spread, 3 + config.features
+        self.shown = config.shown
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = PointEmbedding(width, features=config.features, frequencies=config.frequencies, **placed)
         self.pooling = PointPooling(width, **placed) if config.condition else None
         self.head = PointHead(width, features=config.features, **placed) if config.generate else None
+
+    @property
+    def acts(self) -> bool:
+        """Whether the adapter takes part, at scales of its blocks whose mean, the path's own, is not 0."""
+        return super().acts and self.scale.factor != 0
 
     def embed_cloud(self, points: Tensor, mask: Tensor) -> Tensor:
         """Turn clouds `[B, P, 3 + F]` as they come, with padding where the mask is false, into tokens `[B, P, D]`."""
@@ -75,7 +81,7 @@ class PointAdapter(ModelPart):
 
 
 class PointLayer(nn.Module):
-    """The child `preproj_points` of what makes a model's conditioning: the point path, by its adapter's name.
+    """The child `preproj_points` of a patched model: the point path, by its adapter's name.
 
     Args:
         family: the row of the table.
@@ -107,7 +113,7 @@ class PointCall:
         pooled: what was there, `[B, D_pooled]`.
         points: `[B, P, 3 + F]`.
         mask: truth values `[B, P]`, false at padding.
-        model: whose blocks the points go through.
+        model: whose path and blocks the points go through.
     """
 
     pooled: Tensor

@@ -21,6 +21,8 @@ class PointPathConfig:
             farthest point has length 1; `"none"`, the caller has done what is to be done.
         spread: coordinates are multiplied by this inside the model, so that a cloud is about as wide as the noise it
             is made from.
+        shown: most points of a cloud that a picture is shown, in our trainer and pipeline; kept with the model, so
+            that both agree.
         condition: clouds condition pictures.
         generate: clouds are generated from prompts.
 
@@ -33,12 +35,13 @@ class PointPathConfig:
     frequencies: int = 6
     normalise: Literal["unit_ball", "none"] = "unit_ball"
     spread: float = 2.0
+    shown: int = 512
     condition: bool = True
     generate: bool = True
 
     def __post_init__(self) -> None:
-        for name, most in (("features", 1024), ("frequencies", 16)):
-            _check_count(f"points.{name}", getattr(self, name), most=most)
+        for name, least, most in (("features", 0, 1024), ("frequencies", 0, 16), ("shown", 8, 2**20)):
+            _check_count(f"points.{name}", getattr(self, name), least=least, most=most)
         check_choice("points.normalise", self.normalise, ("unit_ball", "none"))
         object.__setattr__(self, "spread", positive_number("points.spread", self.spread))
         check_bool("points.condition", self.condition)
@@ -64,8 +67,8 @@ class PointPathConfig:
         return cls(**values)
 
 
-def _check_count(name: str, value: Any, *, most: int) -> None:
+def _check_count(name: str, value: Any, *, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number; got {value!r} ({type(value).__name__})")
-    if not 0 <= value <= most:
-        raise ValueError(f"{name} must be between 0 and {most}; got {value}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be between {least} and {most}; got {value}")

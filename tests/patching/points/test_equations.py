@@ -76,7 +76,7 @@ def embedding(w: Weights, point: np.ndarray, config: PointPathConfig, name: str)
     for octave in range(config.frequencies):
         inputs += [math.sin(2**octave * math.pi * x / 4) for x in point[:3]]
         inputs += [math.cos(2**octave * math.pi * x / 4) for x in point[:3]]
-    path = f"time_text_embed.preproj_points.adapters.{name}.embedding"
+    path = f"preproj_points.adapters.{name}.embedding"
     return linear(w, f"{path}.down", silu(linear(w, f"{path}.up", np.array(inputs))))
 
 
@@ -144,7 +144,7 @@ def reference_conditioning(
     ]
     normed = np.stack([layer_norm(token, 1e-5) for token in tokens])
     pooled = np.concatenate([normed.mean(axis=0), normed.max(axis=0)])
-    path = f"time_text_embed.preproj_points.adapters.{adapters[0].name}.pooling.map"
+    path = f"preproj_points.adapters.{adapters[0].name}.pooling.map"
     return temb + adapters[0].scale * linear(w, path, pooled)
 
 
@@ -157,7 +157,7 @@ def reference_velocity(
     variant: Variant,
 ) -> np.ndarray:
     """The velocity of a noisy point `[3 + F]`."""
-    name = f"time_text_embed.preproj_points.adapters.{adapters[0].name}.head"
+    name = f"preproj_points.adapters.{adapters[0].name}.head"
     token = walk(w, embedding(w, point, config, adapters[0].name), temb, adapters, variant)
     scale, shift = np.split(linear(w, f"{name}.modulation", silu(temb)), 2)
     return linear(w, f"{name}.out", layer_norm(token) * (1 + scale) + shift)

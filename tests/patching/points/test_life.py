@@ -29,7 +29,7 @@ from mmpreproj.recipes.inspect import inspect_adapter
 from mmpreproj.recipes.tables import print_summary
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PATH = "time_text_embed.preproj_points.adapters"
+PATH = "preproj_points.adapters"
 KEYS = {
     f"preproj_points.{key}"
     for key in (
@@ -147,7 +147,7 @@ def test_a_path_is_added_to_the_adapter_that_is_named(transformer, tmp_path):
         add_point_path(transformer, name="c")
     assert find_point_layer(transformer) is None
     add_point_path(transformer, name="b")
-    assert {key.split(".")[3] for key in path_parameters(transformer)} == {"b"}
+    assert {key.split(".")[2] for key in path_parameters(transformer)} == {"b"}
     assert mmpreproj.report(transformer, name="a").points is None
     for name, there in (("a", set()), ("b", KEYS)):
         weights = load_file(mmpreproj.save(transformer, tmp_path / name, name=name) / WEIGHTS)
@@ -171,6 +171,14 @@ def test_a_path_takes_the_switch_and_the_strength_that_its_adapter_has_now(make_
     assert path.takes_part
 
 
+def test_what_makes_the_conditioning_keeps_its_own_weights_alone(make_patched, make_transformer, style):
+    """Others load its state dict strictly, or copy it."""
+    embedder, base = make_patched().time_text_embed, make_transformer(style).time_text_embed
+    assert list(embedder.state_dict()) == list(base.state_dict())
+    assert [path for path, _ in embedder.named_modules()] == [path for path, _ in base.named_modules()]
+    base.load_state_dict(embedder.state_dict())
+
+
 def test_a_path_is_made_in_the_mode_and_dtype_of_its_model(make_transformer):
     model = make_transformer().to(torch.bfloat16).train()
     mmpreproj.patch(model, with_points())
@@ -192,6 +200,28 @@ def test_a_path_made_in_inference_mode_can_be_scaled_and_trained(transformer, ma
     kwargs = {"joint_attention_kwargs": clouds(), "return_dict": False}
     transformer(**make_inputs(), **kwargs)[0].square().mean().backward()
     assert path_parameters(transformer)[f"{PATH}.default.pooling.map.weight"].grad.any()
+
+
+@pytest.mark.parametrize("lost", [None, "bring", "child", "both"])
+def test_a_path_of_a_model_inside_another_module_is_checked_and_taken_off(make_patched, make_transformer, style, lost):
+    model = make_patched()
+    outer = nn.ModuleDict({"transformer": model, "other": make_transformer(style)})
+    mmpreproj.check_intact(outer)
+    assert {key for key, _ in mmpreproj.named_parameters(outer) if "preproj_points" in key} == {
+        f"transformer.{PATH}.default.{key.removeprefix('preproj_points.')}" for key in KEYS
+    }
+    if lost in ("bring", "both"):
+        model._forward_pre_hooks.clear()
+    if lost in ("child", "both"):
+        del model.preproj_points
+    if lost is not None:
+        with pytest.raises(ValueError, match=r"has lost its point path, or a hook of it"):
+            mmpreproj.check_intact(outer)
+    mmpreproj.unpatch(outer)
+    mmpreproj.check_intact(outer)
+    assert not [name for name, _ in outer.named_modules() if "preproj" in name]
+    assert not [module for module in outer.modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert torch.equal(drawn(model), drawn(outer["other"]))
 
 
 def test_weights_may_be_assigned_to_a_model_on_meta(make_patched, make_transformer, style):
@@ -497,6 +527,8 @@ def test_a_copy_is_whole_and_stands_alone(make_patched, duplicate, tmp_path):
         for parameter in mmpreproj.parameters(copied):
             parameter.zero_()
     assert torch.equal(drawn(model, clouds()), before)
+    plain = drawn(copied)
+    assert torch.equal(drawn(copied, clouds()), plain), "the path of the copy is that of its own model"
     mmpreproj.unpatch(copied)
     assert not copied._forward_pre_hooks and not copied.time_text_embed._forward_hooks
     assert same(model, duplicate(model))
@@ -514,8 +546,9 @@ def test_pruned_and_reloaded_by_diffusers_the_base_is_the_base(make_patched, mak
     assert torch.equal(drawn(plain), drawn(make_transformer(style)))
 
 
-def test_detached_puts_hooks_back_where_they_were_among_others(make_patched, snapshot):
-    model = make_patched()
+@pytest.mark.parametrize("positions", [None, Positions(absolute="remove")], ids=["alone", "with positions"])
+def test_detached_puts_hooks_back_where_they_were_among_others(make_patched, snapshot, positions):
+    model = make_patched(PreProjConfig(positions=positions, points=PointPathConfig()))
     for module in (model, model.time_text_embed):
         module.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
         module.register_forward_hook(lambda module, args, output: None)
@@ -536,7 +569,7 @@ def test_a_lost_hook_is_noticed(make_patched, make_transformer, style, lost: str
     mmpreproj.check_intact(model)
     embedder = model.time_text_embed
     if lost == "child":
-        del embedder.preproj_points
+        del model.preproj_points
     elif lost == "module":
         model.time_text_embed = make_transformer(style).time_text_embed
     else:

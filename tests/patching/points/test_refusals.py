@@ -1,5 +1,6 @@
 """What the point path refuses, and with which words."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,33 @@ def test_conditioning_of_another_batch_is_refused(patched, name: str, rows: int 
     given[name] = torch.tensor(1.0) if rows is None else given[name][:1].repeat_interleave(rows, dim=0)
     with pytest.raises(ValueError, match=rf"{name} must have one row for each of 2 clouds; got \["):
         point_velocity(patched, noisy(features=1), **given)
+
+
+@pytest.mark.parametrize("shape", [(2, 24), (2, 1, 20), (2,)], ids=str)
+def test_pooled_text_of_another_width_is_refused(patched, shape: tuple[int, ...]):
+    given = prompt() | {"pooled_projections": torch.zeros(shape)}
+    message = r"pooled_projections must have the shape \[2, 20\], as wide as the model's pooled_projection_dim; got "
+    with pytest.raises(ValueError, match=message + re.escape(str([*shape]))):
+        point_velocity(patched, noisy(features=1), **given)
+
+
+def test_pooled_text_of_a_model_that_does_not_tell_its_width_must_be_flat(patched):
+    expected = moved(patched, features=1)
+    patched.register_to_config(pooled_projection_dim=None)
+    assert torch.equal(moved(patched, features=1), expected)
+    with pytest.raises(ValueError, match=r"pooled_projections must have the shape \[2, D_pooled\]; got \[2, 1, 20\]"):
+        point_velocity(patched, noisy(features=1), **prompt() | {"pooled_projections": torch.zeros(2, 1, 20)})
+
+
+def test_blocks_whose_scales_cancel_out_have_no_velocity_and_show_no_cloud(patched):
+    given = clouds(features=1)
+    mmpreproj.set_scale(patched, [1, -1])
+    with pytest.raises(ValueError, match=r"at scale 0, .*a point path takes the mean of its blocks' scales"):
+        moved(patched, features=1)
+    assert torch.equal(drawn(patched, given), drawn(patched))
+    mmpreproj.set_scale(patched, [1, -0.5])
+    assert moved(patched, features=1).isfinite().all()
+    assert not torch.equal(drawn(patched, given), drawn(patched))
 
 
 # Clouds of different sizes as one batch
