@@ -27,6 +27,7 @@ from mmpreproj.data.pictures import PictureSource, open_picture
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 PICTURE_SUFFIXES = frozenset({".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 FILE_COLUMN = "file_name"
+_OTHER_NAMES = {"image": FILE_COLUMN}  # as others call it; read where there is no file_name
 LISTED_AT_MOST = 10
 
 
@@ -34,7 +35,8 @@ class FolderSource(PictureSource):
     """The pictures that a folder's metadata file lists, each with its caption.
 
     The metadata is read and checked whole at construction; a picture is opened only when asked for, and nothing is
-    written. Paths in `file_name` are relative to the folder, with `/` between subfolders.
+    written. Paths in `file_name` (or `image`, where there is no such column) are relative to the folder, with `/`
+    between subfolders.
 
     Args:
         folder: the folder that holds the metadata file.
@@ -129,6 +131,10 @@ def _read_rows(metadata: Path) -> list[Row]:
     rows = list(_jsonl_rows(text, metadata) if metadata.suffix == ".jsonl" else _csv_rows(text, metadata))
     if not rows:
         raise ValueError(f"{metadata} is empty; expected one row a picture, with {FILE_COLUMN!r} and a caption")
+    if not any(FILE_COLUMN in row.fields for row in rows):
+        return [
+            Row(row.line, {_OTHER_NAMES.get(name, name): value for name, value in row.fields.items()}) for row in rows
+        ]
     return rows
 
 

@@ -285,3 +285,15 @@ def test_a_file_listed_twice_is_refused_with_both_lines(tmp_path, again):
     write_jsonl(tmp_path, row(), "", row(again, "a tulip"))
     with pytest.raises(ValueError, match=r"line 3: file_name 'a\.png' is already listed in line 1; keep one"):
         FolderSource(tmp_path)
+
+
+def test_pictures_may_be_listed_as_image_where_there_is_no_file_name(tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"image": "a.png", "text": "a square"}))
+    source = FolderSource(tmp_path)
+    assert (source.names, source.captions) == (["a.png"], ["a square"])
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "image": "what it shows"}))
+    assert FolderSource(tmp_path, caption_column="image").captions == ["what it shows"]
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"picture": "a.png", "text": "a square"}))
+    with pytest.raises(ValueError, match="no column 'file_name', only 'picture', 'text'"):
+        FolderSource(tmp_path)
