@@ -21,7 +21,7 @@ from mmpreproj.points.clouds import UnreadableCloudError, read_cloud
 CATALOGUE = "PluginFurnitureCatalog.properties"
 SUBFOLDER = "usr/share/sweethome3d/furniture"  # within the package
 COMMANDS = "apt-get download sweethome3d-furniture && dpkg-deb -x sweethome3d-furniture_*.deb furniture"
-VERTEX = re.compile(rb"^(vn?[ \t]+)((?:[-+.\deE]+[ \t]+){2}[-+.\deE]+)", re.MULTILINE)
+VERTEX = re.compile(rb"^([ \t]*vn?[ \t]+)((?:[-+.\deE]+[ \t]+){2}[-+.\deE]+)", re.MULTILINE)
 # What zipfile raises for a damaged archive or member, an encrypted member, or an unknown compression.
 ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, KeyError, RuntimeError)
 
@@ -51,6 +51,7 @@ class FurnitureSource(TripletSource):
         categories: where in a house the catalogue puts each piece, such as "Living room".
         creators: each piece's author, as the catalogue writes it; empty where it names none.
         has_cloud: all true.
+        clouds: as names; no two pieces share a mesh.
 
     Raises:
         FileNotFoundError: if the folder does not exist or holds no `.sh3f` file.
@@ -65,6 +66,7 @@ class FurnitureSource(TripletSource):
         self.categories = [piece.category for piece in self._pieces]
         self.creators = [piece.creator for piece in self._pieces]
         self.has_cloud = [True] * len(self._pieces)
+        self.clouds = list(self.names)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -94,7 +96,7 @@ class FurnitureSource(TripletSource):
             raise UnreadableCloudError(name, f"{piece.model} in {piece.file}: {error}") from error
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "model.obj"
-            path.write_bytes(mesh if piece.rotation is None else _turned(mesh, piece.rotation))
+            path.write_bytes(mesh if piece.rotation is None else _turned(mesh, piece.rotation, name))
             return read_cloud(path, count=count, features=features, seed=seed, name=name)
 
     def _read(self, piece: _Piece, member: str) -> bytes:
@@ -177,11 +179,14 @@ def _rotation(text: str, where: str) -> np.ndarray:
     return matrix
 
 
-def _turned(mesh: bytes, rotation: np.ndarray) -> bytes:
+def _turned(mesh: bytes, rotation: np.ndarray, name: str) -> bytes:
     """Rotate the vertices and normals of an OBJ file; so whatever is sampled from it is upright."""
 
     def turn(match: re.Match[bytes]) -> bytes:
-        moved = rotation @ [float(number) for number in match[2].split()]
+        try:
+            moved = rotation @ [float(number) for number in match[2].split()]
+        except ValueError as error:
+            raise UnreadableCloudError(name, f"{error} in the line {match[0].decode()!r} of its mesh") from error
         return match[1] + " ".join(map(repr, moved.tolist())).encode()
 
     return VERTEX.sub(turn, mesh)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mmpreproj.points.reading import CLOUD_SUFFIXES, Surface, UnreadableCloudError, read_shape
+from mmpreproj.points.checks import check_cloud, check_colours, check_whole
+from mmpreproj.points.errors import UnreadableCloudError
+from mmpreproj.points.reading import CLOUD_SUFFIXES, Surface, read_shape
 
 __all__ = [
     "CLOUD_SUFFIXES",
@@ -35,8 +37,8 @@ def read_cloud(
     What a file offers is a table, of which the first 3 + features columns are taken; what is wider is cut.
 
     - `.npy`, `.npz` (the only array, or the one called `points`, `xyz` or `arr_0`) and `.xyz`, `.txt`, `.pts` (numbers
-      parted by blanks or commas; `#` starts a comment; a first line with nothing but the number of points is passed
-      over): the columns as they lie in the file.
+      with decimal points, parted by blanks or commas; `#` starts a comment; a first line with nothing but the number
+      of points is passed over): the columns as they lie in the file.
     - `.ply`, `.obj`, `.glb`, `.gltf` without faces: x, y, z, then red, green and blue in 0..1 if the points have
       colours, then nx, ny and nz if they have normals (`.ply` only). So `features=3` gives colours, or normals where
       there are no colours, and `features=6` colours and normals.
@@ -44,7 +46,7 @@ def read_cloud(
       those of vertices or faces, textures are not read; normals are those of the faces. All meshes of a scene are
       merged where its transforms put them, and its loose points are left out.
 
-    Units and axes stay those of the file.
+    Units and axes stay those of the file. What is unpacked (`.npz`, `.glb`, `.gltf`) may have 2**26 values.
 
     Args:
         path: the file; its suffix says what it is.
@@ -60,52 +62,24 @@ def read_cloud(
 
     Raises:
         ValueError: if count is not positive, or features or seed is negative.
-        UnreadableCloudError: for missing, empty, damaged and foreign files, suffixes without a reader, too few
-            columns, clouds that `check_cloud` refuses, and meshes whose faces have no area.
+        UnreadableCloudError: for whatever is wrong with the file: missing, empty, damaged and foreign ones, suffixes
+            without a reader, too many values, too few columns, clouds that `check_cloud` refuses, be it for their
+            distance from the origin, points drawn that lie in one place, and meshes whose faces have no area.
         ImportError: if trimesh, which reads all but arrays and text, is not installed.
     """
-    _check_whole(features, "features", 0)
-    _check_whole(seed, "seed", 0)
-    if count is not None:
-        _check_whole(count, "count", 1)
+    features, seed = check_whole(features, "features", 0), check_whole(seed, "seed", 0)
+    count = None if count is None else check_whole(count, "count", 1)
     name = str(path) if name is None else name
     shape = read_shape(Path(path), name)
     if isinstance(shape, Surface):
-        return _take_columns(shape.sample(count or DEFAULT_COUNT, seed), features, name, degenerate=False)
-    cloud = _take_columns(shape, features, name)
-    return cloud if count is None else cloud[_draw(len(cloud), count, np.random.default_rng(seed))]
-
-
-def check_cloud(
-    points: np.ndarray, *, features: int | None = 0, name: str = "the point cloud", degenerate: bool = True
-) -> None:
-    """Refuse what is no point cloud.
-
-    Args:
-        points: x, y, z and then the features `[P, 3 + features]`.
-        features: number of columns after x, y, z; None for any.
-        name: what errors call the cloud.
-        degenerate: whether to refuse degenerate clouds too: all points in one place.
-
-    Raises:
-        ValueError: if the points are no array of real numbers in two dimensions, of another width, none, not all
-            finite, or degenerate.
-    """
-    width = "3 or more" if features is None else str(3 + features)
-    if not isinstance(points, np.ndarray) or points.dtype.kind not in "fiu":
-        kind = f"an array of {points.dtype}" if isinstance(points, np.ndarray) else f"a {type(points).__name__}"
-        raise ValueError(f"{name} is {kind}; expected a NumPy array of real numbers [P, {width}]")
-    if points.ndim != 2 or points.shape[1] < 3 or (features is not None and points.shape[1] != 3 + features):
-        raise ValueError(f"{name} is of shape {list(points.shape)}; expected [P, {width}]")
-    if len(points) == 0:
-        raise ValueError(f"{name} is empty; expected at least one point")
-    wrong = np.flatnonzero(~np.isfinite(points).all(axis=1))
-    if len(wrong):
-        raise ValueError(
-            f"{name} has NaN or infinite values in {len(wrong)} of {len(points)} points; the first is at {wrong[0]}"
-        )
-    if degenerate and (points[:, :3] == points[0, :3]).all():
-        raise ValueError(f"{name} is degenerate: all of its points ({len(points)}) lie in one place")
+        cloud = _take_columns(shape.sample(count or DEFAULT_COUNT, seed), features, name, sampled=True)
+    else:
+        cloud = _take_columns(shape, features, name)
+        if count is not None:
+            cloud = cloud[_draw(len(cloud), count, np.random.default_rng(seed))]
+    if len(cloud) > 1 and (cloud[:, :3] == cloud[0, :3]).all():
+        raise UnreadableCloudError(name, f"all of the points drawn from it ({len(cloud)}) lie in one place")
+    return cloud
 
 
 def normalise(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
@@ -120,9 +94,10 @@ def normalise(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
         become float32.
 
     Raises:
-        ValueError: if `check_cloud` refuses the points, degenerate ones included.
+        ValueError: if `check_cloud` refuses the points: degenerate ones, and, but in float64, those too far from the
+            origin.
     """
-    check_cloud(points, features=None)
+    check_cloud(points, features=None, distant=getattr(points, "dtype", None) != np.float64)
     moved = points.astype(points.dtype if points.dtype.kind == "f" else np.float32)  # a copy
     xyz = moved[:, :3].astype(np.float64)
     # Rounded before it is used, so that `denormalise` adds just what was taken away.
@@ -147,7 +122,7 @@ def denormalise(points: np.ndarray, centre: np.ndarray, radius: float) -> np.nda
     Raises:
         ValueError: if `check_cloud` refuses the points, or the centre or the radius is not one.
     """
-    check_cloud(points, features=None, degenerate=False)
+    check_cloud(points, features=None, degenerate=False, distant=False)
     centre = np.asarray(centre, dtype=np.float64)
     if centre.shape != (3,) or not np.isfinite(centre).all():
         raise ValueError(f"centre is {centre.tolist()}; expected three finite numbers")
@@ -192,18 +167,6 @@ def write_ply(path: str | os.PathLike[str], points: np.ndarray, *, colours: np.n
     _replace(path, "\n".join(header).encode("ascii") + vertices.tobytes())
 
 
-def check_colours(colours: np.ndarray, count: int) -> None:
-    """Refuse colours that are not `[count, 3]` in 0..1.
-
-    Raises:
-        ValueError: for another shape or range, and NaN.
-    """
-    if np.shape(colours) != (count, 3):
-        raise ValueError(f"the colours are of shape {list(np.shape(colours))}; expected [{count}, 3], one a point")
-    if not ((np.asarray(colours) >= 0) & (np.asarray(colours) <= 1)).all():  # nor NaN
-        raise ValueError(f"the colours span {np.min(colours):g} to {np.max(colours):g}; expected 0 to 1")
-
-
 def _replace(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -214,25 +177,24 @@ def _replace(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _check_whole(value: int, name: str, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}; expected a whole number of at least {least}")
-
-
-def _take_columns(table: np.ndarray, features: int, name: str, *, degenerate: bool = True) -> np.ndarray:
-    """Take the first 3 + features columns as float32, and refuse what is no cloud."""
+def _take_columns(table: np.ndarray, features: int, name: str, *, sampled: bool = False) -> np.ndarray:
+    """Take the first 3 + features columns as float32, and refuse what is no cloud; samples may be few and close."""
     width = 3 + features
     if table.ndim == 2 and table.shape[1] < width:
         raise UnreadableCloudError(
             name, f"it has {table.shape[1]} columns; expected at least {width}: x, y, z and {features} features"
         )
     try:
-        if table.ndim == 2 and table.dtype.kind in "fiu":
-            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as that
-                table = np.array(table[:, :width], dtype=np.float32, order="C")  # in memory, if it was mapped
-        check_cloud(table, features=features, name="the cloud", degenerate=degenerate)
+        table = table[:, :width] if table.ndim == 2 else table
+        # First as it lies in the file: float32 would blur it before its distance is seen.
+        check_cloud(table, features=features, name="the cloud", degenerate=not sampled, distant=not sampled)
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as that
+            table = np.array(table, dtype=np.float32, order="C")  # in memory, if it was mapped
+        check_cloud(table, features=features, name="the cloud", degenerate=not sampled, distant=False)
     except ValueError as error:
         raise UnreadableCloudError(name, str(error)) from None
+    except MemoryError as error:  # a mapped file takes memory only here
+        raise UnreadableCloudError(name, "there is not enough memory for it") from error
     return table
 
 

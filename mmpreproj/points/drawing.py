@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,14 +13,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from PIL import Image
 
-from mmpreproj.points.clouds import check_cloud, check_colours, normalise
+from mmpreproj.points.checks import check_cloud, check_colours, check_whole
+from mmpreproj.points.clouds import normalise
 
 Up = Literal["x", "y", "z"]
 
 MOST_DRAWN = 20_000
 DPI = 100
+LABEL_SIZE = 9  # in points, 1/72 inch
 NEAR, FAR = (0.07, 0.19, 0.37), (0.70, 0.80, 0.90)
 # Rows give right, up and towards the viewer; right-handed, so that nothing is mirrored. With z up the front looks
 # along -y, as in Blender.
@@ -83,7 +87,7 @@ def draw_cloud(
     """
     if not views:
         raise ValueError("there are no views; expected at least one")
-    _check_size(size, "size")
+    size = check_whole(size, "size", 16, unit="pixels")
     side, head, foot = size / DPI, 0.35 if title else 0.0, 0.25
     height = side + head + foot
     figure = Figure(figsize=(len(views) * side, height), dpi=DPI, facecolor="white")
@@ -91,10 +95,17 @@ def draw_cloud(
         axes = figure.add_axes((column / len(views), foot / height, 1 / len(views), side / height))
         _scatter(axes, points, view, up, size, colours)
         axes.text(
-            0.5, -0.02, view.label, transform=axes.transAxes, ha="center", va="top", fontsize=9, parse_math=False
+            0.5,
+            -0.02,
+            _printable(view.label),
+            transform=axes.transAxes,
+            ha="center",
+            va="top",
+            fontsize=9,
+            parse_math=False,
         )
     if title:
-        figure.text(0.5, 1 - 0.12 / height, title, ha="center", va="top", fontsize=11, parse_math=False)
+        figure.text(0.5, 1 - 0.12 / height, _printable(title), ha="center", va="top", fontsize=11, parse_math=False)
     if path is not None:
         _write(figure, path)
     return figure
@@ -125,7 +136,7 @@ def render_cloud(
     Raises:
         ValueError: as `draw_cloud`.
     """
-    _check_size(size, "size")
+    size = check_whole(size, "size", 16, unit="pixels")
     figure = Figure(figsize=(size / DPI, size / DPI), dpi=DPI, facecolor="white")
     canvas = FigureCanvasAgg(figure)
     _scatter(figure.add_axes((0, 0, 1, 1)), points, View("", azimuth, elevation), up, size, colours)
@@ -144,7 +155,8 @@ def draw_clouds_grid(
     """Draw clouds in rows, each row labelled.
 
     Args:
-        rows: label and clouds `[P, 3 + features]` of each row; each cloud fills its cell, whatever its unit.
+        rows: label and clouds `[P, 3 + features]` of each row; each cloud fills its cell, whatever its unit. Labels
+            are wrapped, and cut where their cell ends.
         path: a PNG file; folders on the way are made.
         up: the axis that points up.
         cell: side of a picture in the grid, in pixels.
@@ -156,25 +168,30 @@ def draw_clouds_grid(
     """
     if not rows or not all(clouds for _, clouds in rows):
         raise ValueError("a grid needs at least one row, and a cloud in each")
-    _check_size(cell, "cell")
-    inch, margin = cell / DPI, 1.6
+    cell = check_whole(cell, "cell", 16, unit="pixels")
+    inch, margin, gap = cell / DPI, 1.6, 0.1
     width = margin + inch * max(len(clouds) for _, clouds in rows)
     figure = Figure(figsize=(width, len(rows) * inch), dpi=DPI, facecolor="white")
+    renderer, font = FigureCanvasAgg(figure).get_renderer(), FontProperties(size=LABEL_SIZE)
+
+    def fits(text: str) -> bool:
+        return renderer.get_text_width_height_descent(text, font, ismath=False)[0] <= (margin - 2 * gap) * DPI
+
+    lines = max(1, int(cell / (1.4 * LABEL_SIZE * DPI / 72)))
     for line, (label, clouds) in enumerate(rows):
         bottom = 1 - (line + 1) / len(rows)
         for column, cloud in enumerate(clouds):
             place = ((margin + column * inch) / width, bottom, inch / width, 1 / len(rows))
             _scatter(figure.add_axes(place), cloud, view, up, cell, None)
         middle = bottom + 0.5 / len(rows)
-        figure.text(
-            (margin - 0.1) / width, middle, _wrap(label), fontsize=9, ha="right", va="center", parse_math=False
-        )
+        text = _wrap(_printable(label), fits, lines)
+        figure.text((margin - gap) / width, middle, text, font=font, ha="right", va="center", parse_math=False)
     _write(figure, path)
 
 
 def _scatter(axes: Axes, points: np.ndarray, view: View, up: Up, size: int, colours: np.ndarray | None) -> None:
     """Fill square axes of `size` pixels with one cloud from one side."""
-    check_cloud(points, features=None)
+    check_cloud(points, features=None, distant=False)  # `normalise` refuses those whose shape is blurred
     if colours is not None:
         check_colours(colours, len(points))
     centred, _, _ = normalise(points[:, :3])
@@ -217,15 +234,30 @@ def _camera(view: View, up: str) -> np.ndarray:
     return np.stack([right, np.cross(towards, right), towards]) @ UPRIGHT[up]
 
 
-def _check_size(value: int, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 16:
-        raise ValueError(f"{name} is {value!r}; expected a whole number of pixels, at least 16")
+def _printable(text: str) -> str:
+    """Replace what no font can draw: the bytes of a file's name that are not UTF-8."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
-def _wrap(text: str, width: int = 22, lines: int = 6) -> str:
-    import textwrap
-
-    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" …"))
+def _wrap(text: str, fits: Callable[[str], bool], lines: int) -> str:
+    """Break a text into at most so many lines that fit, between words where it can be."""
+    done = [""]
+    for word in text.split():
+        longer = f"{done[-1]} {word}".lstrip()
+        if fits(longer):
+            done[-1] = longer
+            continue
+        done += [""] if done[-1] else []
+        for letter in word:
+            if done[-1] and not fits(done[-1] + letter):
+                done.append("")
+            done[-1] += letter
+    if len(done) > lines:
+        last = done[lines - 1]
+        while last and not fits(last + "…"):
+            last = last[:-1]
+        done = [*done[: lines - 1], last.rstrip() + "…"]
+    return "\n".join(done)
 
 
 def _write(figure: Figure, path: str | os.PathLike[str]) -> None:

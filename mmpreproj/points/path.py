@@ -46,6 +46,12 @@ def point_velocity(transformer: nn.Module, points: Tensor, *, timestep: Tensor, 
     for name, value in (("timestep", timestep), ("pooled_projections", pooled_projections)):
         if value.ndim == 0 or len(value) != len(points):
             raise ValueError(f"{name} must have one row for each of {len(points)} clouds; got {list(value.shape)}")
+    width = getattr(getattr(model, "config", None), "pooled_projection_dim", None)
+    if pooled_projections.ndim != 2 or width not in (None, pooled_projections.shape[1]):
+        told = "D_pooled]" if width is None else f"{width}], as wide as the model's pooled_projection_dim"
+        raise ValueError(
+            f"pooled_projections must have the shape [{len(points)}, {told}; got {list(pooled_projections.shape)}"
+        )
     with onloaded(model):
         return velocity_of_points(model, points, timestep=timestep, pooled_projections=pooled_projections)
 
@@ -71,7 +77,8 @@ def generating_path(transformer: nn.Module) -> PointAdapter:
     if not path.acts:
         raise ValueError(
             "the adapter with the point path is switched off or at scale 0, so it generates no clouds; call "
-            "mmpreproj.enable(model) and mmpreproj.set_scale(model, 1.0) first"
+            "mmpreproj.enable(model) and mmpreproj.set_scale(model, 1.0) first (a point path takes the mean of its "
+            "blocks' scales)"
         )
     return path
 
@@ -80,7 +87,8 @@ def batch_clouds(clouds: Any, *, features: int = 0) -> tuple[Tensor, Tensor]:
     """Put clouds together that may have different numbers of points.
 
     Args:
-        clouds: a cloud `[P, 3 + F]`, a batch `[B, P, 3 + F]`, or a list of clouds; tensors or arrays.
+        clouds: a cloud `[P, 3 + F]`, a batch `[B, P, 3 + F]`, or a list of clouds; tensors, arrays, or nested lists of
+            numbers.
         features: number F.
 
     Returns:
@@ -88,20 +96,36 @@ def batch_clouds(clouds: Any, *, features: int = 0) -> tuple[Tensor, Tensor]:
 
     Raises:
         TypeError: if it is something else.
-        ValueError: if a cloud is empty, of another width, not finite or degenerate; its place is named.
+        ValueError: if a cloud is empty, of another width, partly masked, not finite, degenerate, or too far from the
+            origin for float32; its place is named.
     """
     if isinstance(clouds, (Tensor, np.ndarray)):
         clouds = [clouds] if clouds.ndim == 2 else list(clouds)
+    elif _is_table(clouds):
+        clouds = [clouds]
     if not isinstance(clouds, Sequence) or isinstance(clouds, (str, bytes)) or not clouds:
         raise TypeError(f"clouds must be an array [P, {3 + features}], or a list of them; got {type(clouds).__name__}")
     arrays = []
     for place, cloud in enumerate(clouds):
-        array = cloud.detach().float().cpu().numpy() if isinstance(cloud, Tensor) else np.asarray(cloud)
+        array = cloud.detach().float().cpu().numpy() if isinstance(cloud, Tensor) else _array(cloud, place)
         if array.dtype.kind in "fiu":  # before it is checked: what fp64 tells apart, fp32 may not
             with np.errstate(over="ignore"):
                 array = array.astype(np.float32, order="C")
         check_cloud(array, features=features, name=f"point cloud {place}")
-        arrays.append(torch.from_numpy(array))
+        arrays.append(torch.from_numpy(np.asarray(array)))
     lengths = torch.tensor([len(array) for array in arrays])
     padded = torch.nn.utils.rnn.pad_sequence(arrays, batch_first=True)  # [B, P, 3 + F]
     return padded, torch.arange(padded.shape[1]) < lengths[:, None]
+
+
+def _is_table(value: Any) -> bool:
+    """Tell whether it is a list of rows of numbers, as JSON has a cloud."""
+    first = value[0] if isinstance(value, (list, tuple)) and value else None
+    return isinstance(first, (list, tuple)) and bool(first) and isinstance(first[0], (int, float, np.number))
+
+
+def _array(cloud: Any, place: int) -> np.ndarray:
+    try:
+        return np.asanyarray(cloud)  # masks are kept, to be seen
+    except ValueError as error:
+        raise ValueError(f"point cloud {place} is no table of numbers: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from mmpreproj.points.checks import check_distance
+from mmpreproj.points.errors import UnreadableCloudError
+from mmpreproj.points.promises import check_faces, check_gltf, check_member, check_ply, check_values
+from mmpreproj.points.text import read_obj, read_text
 
 if TYPE_CHECKING:
     import trimesh
@@ -19,23 +25,6 @@ MESH_SUFFIXES = (".ply", ".obj", ".glb", ".gltf", ".stl", ".off")
 CLOUD_SUFFIXES = (*ARRAY_SUFFIXES, *TEXT_SUFFIXES, *MESH_SUFFIXES)
 NPZ_NAMES = ("points", "xyz", "arr_0")
 NPY_MAGIC = b"\x93NUMPY"
-
-
-class UnreadableCloudError(Exception):
-    """A point cloud that cannot be read.
-
-    Attributes:
-        name: what the source calls the cloud.
-        reason: why it could not be read, in words.
-    """
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name = name
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"cannot read the point cloud {self.name!r}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +75,7 @@ def read_shape(path: Path, name: str) -> np.ndarray | Surface:
 
     Raises:
         UnreadableCloudError: for missing, empty, damaged and foreign files, suffixes without a reader, files with
-            neither points nor faces, and meshes without area.
+            neither points nor faces or that promise too much, and meshes without area or too far from the origin.
         ImportError: if trimesh is needed and not installed.
     """
     suffix = path.suffix.lower()
@@ -98,9 +87,11 @@ def read_shape(path: Path, name: str) -> np.ndarray | Surface:
             return _read_npy(path, name)
         if suffix == ".npz":
             return _read_npz(path, name)
-        return _read_text(path, name) if suffix in TEXT_SUFFIXES else _read_mesh(path, name)
-    except (MemoryError, UnreadableCloudError):
+        return read_text(path, name) if suffix in TEXT_SUFFIXES else _read_mesh(path, name)
+    except UnreadableCloudError:
         raise
+    except MemoryError as error:
+        raise UnreadableCloudError(name, "there is not enough memory for it") from error
     # Readers share no error: damaged files give ValueError, EOFError, BadZipFile, zlib.error, IndexError and more.
     except Exception as error:
         raise UnreadableCloudError(name, f"it could not be decoded: {type(error).__name__}: {error}") from error
@@ -110,10 +101,13 @@ def _check_file(path: Path, name: str) -> None:
     if path.suffix.lower() not in CLOUD_SUFFIXES:
         choices = ", ".join(CLOUD_SUFFIXES)
         raise UnreadableCloudError(name, f"no reader for the suffix {path.suffix!r}; expected one of {choices}")
-    if not path.is_file():
-        raise UnreadableCloudError(name, "it is not a file" if path.exists() else "there is no such file")
-    if path.stat().st_size == 0:
-        raise UnreadableCloudError(name, "the file is empty")
+    try:
+        if not path.is_file():
+            raise UnreadableCloudError(name, "it is not a file" if path.exists() else "there is no such file")
+        if path.stat().st_size == 0:
+            raise UnreadableCloudError(name, "the file is empty")
+    except OSError as error:  # such as a folder on the way that may not be searched
+        raise UnreadableCloudError(name, f"it could not be opened: {error}") from error
 
 
 def _read_npy(path: Path, name: str) -> np.ndarray:
@@ -127,37 +121,29 @@ def _read_npy(path: Path, name: str) -> np.ndarray:
 def _read_npz(path: Path, name: str) -> np.ndarray:
     if not zipfile.is_zipfile(path):
         raise UnreadableCloudError(name, "the file is no NumPy archive, or one cut short")
-    with np.load(path, allow_pickle=False) as archive:
-        known = archive.files if len(archive.files) == 1 else [key for key in NPZ_NAMES if key in archive.files]
+    with zipfile.ZipFile(path) as archive:
+        members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+        known = list(members) if len(members) == 1 else [key for key in NPZ_NAMES if key in members]
         if not known:
-            there = ", ".join(map(repr, archive.files)) or "none"
+            there = ", ".join(map(repr, members)) or "none"
             choices = ", ".join(map(repr, NPZ_NAMES))
             raise UnreadableCloudError(name, f"its arrays are: {there}; expected a single one, or one of {choices}")
-        return archive[known[0]]
-
-
-def _read_text(path: Path, name: str) -> np.ndarray:
-    lines = path.read_text(encoding="utf-8-sig").replace(",", " ").splitlines()
-    lines = [line for line in lines if line.split("#", 1)[0].strip()]
-    if lines and lines[0].strip().isdigit():  # the number of points, as .pts files have it
-        lines = lines[1:]
-    if not lines:
-        raise UnreadableCloudError(name, "there are no points in it")
-    return np.loadtxt(lines, ndmin=2)
+        check_member(archive, members[known[0]], name)
+        with archive.open(members[known[0]]) as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def _read_mesh(path: Path, name: str) -> np.ndarray | Surface:
-    trimesh = _import_trimesh()
-    if path.suffix.lower() == ".ply":
-        fields = _load_ply(path)
+    trimesh, suffix = _import_trimesh(), path.suffix.lower()
+    if suffix in (".ply", ".off"):
+        fields = _load_ply(path, name) if suffix == ".ply" else _load_off(path)
         if len(fields.get("faces", ())) == 0:
-            return _ply_table(fields, name)
+            return _points_table(fields, name)
+        check_faces(fields["faces"], len(fields["vertices"]), name)
         wanted = {key: fields[key] for key in ("vertices", "faces", "vertex_colors", "face_colors") if key in fields}
         parts = [trimesh.Trimesh(**wanted, process=False)]
     else:
-        # Without materials: a texture that is missing or damaged must not hide a shape that is whole.
-        scene = trimesh.load_scene(path, file_type=path.suffix.lower()[1:], process=False, skip_materials=True)
-        parts = scene.dump()
+        parts = _load_parts(path, name)
     meshes = [part for part in parts if isinstance(part, trimesh.Trimesh) and len(part.faces)]
     if meshes:
         return _merge(meshes, name)
@@ -169,16 +155,40 @@ def _read_mesh(path: Path, name: str) -> np.ndarray | Surface:
     return np.hstack([points, np.concatenate(colours)]) if len(colours) == len(clouds) else points
 
 
-def _load_ply(path: Path) -> dict[str, Any]:
+def _load_ply(path: Path, name: str) -> dict[str, Any]:
     """Read the fields of a PLY file; a loaded `PointCloud` would no longer have its normals."""
     from trimesh.exchange.ply import load_ply
 
+    check_ply(path, name)
     with path.open("rb") as file:
-        fields = load_ply(file, skip_materials=True)
+        # Without textures, for which vertices would be duplicated before the faces could be checked.
+        fields = load_ply(file, skip_materials=True, fix_texture=False)
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _ply_table(fields: dict[str, Any], name: str) -> np.ndarray:
+def _load_off(path: Path) -> dict[str, Any]:
+    """Read the fields of an OFF file; a loaded mesh would no longer have the faces that the file names."""
+    from trimesh.exchange.off import load_off
+
+    with path.open("rb") as file:
+        return load_off(file)
+
+
+def _load_parts(path: Path, name: str) -> list[Any]:
+    """Read the meshes and loose points of a scene, each where its transforms put it."""
+    suffix = path.suffix.lower()
+    if suffix in (".glb", ".gltf"):
+        check_gltf(path, name)
+    # Without materials: a texture that is missing or damaged must not hide a shape that is whole.
+    file = io.BytesIO(read_obj(path, name)) if suffix == ".obj" else path
+    scene = _import_trimesh().load_scene(file, file_type=suffix[1:], process=False, skip_materials=True)
+    shapes = [(len(nodes), scene.geometry[key]) for key, nodes in scene.graph.geometry_nodes.items()]
+    values = sum(times * 3 * max(len(shape.vertices), len(getattr(shape, "faces", ()))) for times, shape in shapes)
+    check_values(values, name, "thin it")  # a small file may place one shape many times
+    return scene.dump()
+
+
+def _points_table(fields: dict[str, Any], name: str) -> np.ndarray:
     if "vertices" not in fields:
         raise UnreadableCloudError(name, "there are neither faces nor points in it")
     columns = [fields["vertices"]]
@@ -201,8 +211,13 @@ def _merge(meshes: Sequence[trimesh.Trimesh], name: str) -> Surface:
     if not np.isfinite(corners).all():
         count = (~np.isfinite(corners).all(axis=(1, 2))).sum()
         raise UnreadableCloudError(name, f"{count} of its {len(corners)} faces have NaN or infinite corners")
-    if not np.linalg.norm(_doubled_areas(corners), axis=1).sum() > 0:
+    areas = np.linalg.norm(_doubled_areas(corners), axis=1)  # [F], doubled
+    if not areas.sum() > 0:
         raise UnreadableCloudError(name, f"none of its faces ({len(corners)}) has an area")
+    try:
+        check_distance(corners[areas > 0].reshape(-1, 3), "the mesh")  # nothing is drawn from the others
+    except ValueError as error:
+        raise UnreadableCloudError(name, str(error)) from None
     colours = [colour for colour in map(_corner_colours, meshes) if colour is not None]
     return Surface(corners, np.concatenate(colours) if len(colours) == len(meshes) else None)
 

@@ -73,7 +73,9 @@ def test_a_cloud_lies_on_the_cube_in_the_units_of_the_file(tmp_path):
 
 
 def test_a_mesh_that_lies_is_turned_upright(tmp_path):
-    lying = "v 0 0 0\nv 1 0 0\nv  1 2.0 0e0 \nv 0 2 0\nvn 0 0 1\nf 1//1 2//1 3//1 4//1\n"  # 1 x 2 in the plane z = 0
+    lying = (
+        "v 0 0 0\n \tv 1 0 0\nv  1 2.0 0e0 \nv 0 2 0\nvn 0 0 1\nf 1//1 2//1 3//1 4//1\n"  # 1 x 2 in the plane z = 0
+    )
     library(
         tmp_path,
         entry(1),
@@ -221,6 +223,13 @@ def test_pictures_and_meshes_that_are_none_are_named_when_read(tmp_path):
     with pytest.raises(UnreadableCloudError) as cloud:
         source.cloud(0, 5)
     assert picture.value.name == cloud.value.name == "set.sh3f#1"
+
+
+def test_a_mesh_whose_numbers_are_none_is_named_when_turned(tmp_path):
+    library(tmp_path, entry(1, modelRotation="1 0 0 0 0 1 0 -1 0"), **{"set/a/a.obj": b"v 1.2.3 0 0\nf 1 1 1\n"})
+    with pytest.raises(UnreadableCloudError, match=r"'1\.2\.3' in the line 'v 1\.2\.3 0 0' of its mesh") as caught:
+        FurnitureSource(tmp_path).cloud(0, 5)
+    assert caught.value.name == "set.sh3f#1"
 
 
 def test_a_library_damaged_or_deleted_meanwhile_is_named_when_read(tmp_path):

@@ -1,6 +1,10 @@
+import io
+import json
 import os
 import re
 import sys
+import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +22,10 @@ from mmpreproj.points.clouds import (
 )
 
 SMALL, LARGE = [[0, 0, 0], [1, 0, 0], [0, 1, 0]], [[10, 0, 0], [13, 0, 0], [10, 1, 0]]  # areas 1 to 3
+
+
+def moved(points, offset):
+    return points + np.asarray(offset)
 
 
 def some_points(count=50, width=3, seed=0):
@@ -232,6 +240,20 @@ def test_polygons_count_as_their_triangles(tmp_path):
     np.testing.assert_allclose(cloud.mean(axis=0), [1, 0.5, 0], atol=0.05)
 
 
+@pytest.mark.parametrize("indent", [" ", "\t", " \t "])
+def test_indented_lines_of_an_obj_count(tmp_path, indent):
+    text = "".join(f"{indent}{line}\n" for line in ["v 0 0 0", "v 2 0 0", "v 0 1 0", "f 1 2 3"])
+    plain = read_cloud(write_text(tmp_path / "b.obj", text.replace(indent + "v", "v").replace(indent + "f", "f")))
+    np.testing.assert_array_equal(read_cloud(write_text(tmp_path / "a.obj", text)), plain)
+
+
+def test_faces_of_an_obj_may_count_backwards_from_the_end_alone(tmp_path):
+    text = "v 0 0 0\nv 2 0 0\nv 0 1 0\nf {}\n"
+    forth, back = write_text(tmp_path / "a.obj", text.format("1 2 3")), text.format("-3 -2 -1")
+    np.testing.assert_array_equal(read_cloud(write_text(tmp_path / "b.obj", back)), read_cloud(forth))
+    refuse(write_text(tmp_path / "b.obj", back + "v 5 5 5\n"), "its faces count vertices backwards, .* export it")
+
+
 # refusals of files
 
 
@@ -256,6 +278,14 @@ def test_unknown_suffixes_are_refused_with_the_known_ones(tmp_path):
 def test_folders_are_refused(tmp_path):
     (tmp_path / "a.ply").mkdir()
     refuse(tmp_path / "a.ply", "it is not a file")
+
+
+def test_paths_that_the_system_refuses_are_unreadable(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(Path, "is_file", fail)
+    refuse(tmp_path / "a.npy", "it could not be opened: not yours")
 
 
 @pytest.mark.parametrize("suffix", CLOUD_SUFFIXES)
@@ -359,10 +389,6 @@ def test_meshes_with_corners_that_are_no_numbers_are_refused(tmp_path):
     refuse(tmp_path / "a.ply", "1 of its 2 faces have NaN or infinite corners")
 
 
-def test_faces_of_points_that_are_not_there_are_refused(tmp_path):
-    refuse(write_text(tmp_path / "a.off", "OFF\n3 1 0\n0 0 0\n1 0 0\n0 1 0\n3 0 1 7\n"), "it could not be decoded")
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -371,11 +397,19 @@ def test_faces_of_points_that_are_not_there_are_refused(tmp_path):
         ({"features": -1}, "features is -1; expected a whole number of at least 0"),
         ({"seed": -1}, "seed is -1; expected a whole number of at least 0"),
         ({"seed": True}, "seed is True"),
+        ({"count": np.float64(2)}, "count is np.float64"),
+        ({"count": np.True_}, "count is np.True_"),
     ],
 )
 def test_options_out_of_range_are_refused(tmp_path, options, reason):
     with pytest.raises(ValueError, match=reason):
         read_cloud(tmp_path / "a.npy", **options)
+
+
+def test_options_may_be_whole_numbers_of_numpy(tmp_path):
+    np.save(tmp_path / "a.npy", some_points(width=4))
+    read = read_cloud(tmp_path / "a.npy", count=np.int64(5), features=np.uint8(1), seed=np.int32(3))
+    np.testing.assert_array_equal(read, read_cloud(tmp_path / "a.npy", count=5, features=1, seed=3))
 
 
 def test_only_meshes_need_trimesh(tmp_path, monkeypatch):
@@ -388,6 +422,223 @@ def test_only_meshes_need_trimesh(tmp_path, monkeypatch):
         read_cloud(tmp_path / "a.ply")
 
 
+# what files promise
+
+
+def header_of(shape, dtype="<f8"):
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+def archive(path, name="arr_0.npy", content=b""):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(name, content)
+    return path
+
+
+def refuse_cheaply(path, reason):
+    """Check that a file is refused before a large part of what it promises is held in memory."""
+    tracemalloc.start()
+    try:
+        refuse(path, reason)
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+    finally:
+        tracemalloc.stop()
+
+
+def gltf(path, uri="a.bin", **accessor):
+    """Write a triangle whose buffer lies at a URI."""
+    tree = {
+        "asset": {"version": "2.0"},
+        "buffers": [{"byteLength": 36, "uri": uri}],
+        "bufferViews": [{"buffer": 0, "byteLength": 36}],
+        "accessors": [{"bufferView": 0, "componentType": 5126, "type": "VEC3", "count": 3} | accessor],
+        "meshes": [{"primitives": [{"attributes": {"POSITION": 0}}]}],
+        "nodes": [{"mesh": 0}],
+        "scenes": [{"nodes": [0]}],
+        "scene": 0,
+    }
+    if path.suffix == ".gltf":
+        return write_text(path, json.dumps(tree))
+    text = json.dumps(tree).encode()
+    text += b" " * (-len(text) % 4)
+    sizes = [2, 20 + len(text), len(text)]
+    path.write_bytes(b"glTF" + b"".join(size.to_bytes(4, "little") for size in sizes) + b"JSON" + text)
+    return path
+
+
+@pytest.mark.parametrize(("name", "content"), [("notes.txt", b"no array"), ("points.npy", b"\x93NUMPY\x01\x00\x09")])
+def test_members_that_are_no_arrays_are_refused(tmp_path, name, content):
+    refuse(archive(tmp_path / "a.npz", name, content), f"its member '{name}' is no NumPy array of numbers")
+
+
+def test_members_that_promise_more_than_they_hold_take_no_memory(tmp_path):
+    path = archive(tmp_path / "a.npz", content=header_of((10**7, 3)))
+    refuse_cheaply(path, "its member 'arr_0.npy' promises 30000000 values and holds 128 bytes")
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2**25, 3), "<f8"), ((1000, 3), "<U100000")])
+def test_members_that_unpack_to_too_much_take_no_memory(tmp_path, shape, dtype):
+    path = archive(tmp_path / "a.npz", content=header_of(shape, dtype))
+    refuse_cheaply(path, rf"it promises \d+ values; at most {2**26} are read: thin it, or store it as \.npy")
+
+
+@pytest.mark.parametrize("suffix", [".gltf", ".glb"])
+@pytest.mark.parametrize("view", [{}, {"bufferView": 0}])
+def test_accessors_that_promise_too_much_take_no_memory(tmp_path, suffix, view):
+    (tmp_path / "a.bin").write_bytes(np.array(SMALL, "<f4").tobytes())
+    path = gltf(tmp_path / f"a{suffix}", count=10**10)
+    if not view and suffix == ".gltf":
+        tree = json.loads(path.read_text())
+        del tree["accessors"][0]["bufferView"]  # all zeros
+        write_text(path, json.dumps(tree))
+    refuse_cheaply(path, f"it promises 30000000000 values; at most {2**26} are read: thin it")
+
+
+def test_shapes_that_are_placed_too_often_are_refused(tmp_path, monkeypatch):
+    scene = trimesh.Scene(trimesh.creation.box())
+    for place in range(1, 10):
+        scene.graph.update(f"n{place}", matrix=np.eye(4), geometry=next(iter(scene.geometry)))
+    scene.export(tmp_path / "a.glb")
+    assert read_cloud(tmp_path / "a.glb", count=5).shape == (5, 3)
+    monkeypatch.setattr("mmpreproj.points.promises.MOST_VALUES", 10 * 12 * 3 - 1)
+    refuse(tmp_path / "a.glb", "it promises 360 values; at most 359 are read: thin it")
+
+
+def test_too_little_memory_is_a_reason(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    np.save(tmp_path / "a.npy", some_points())
+    for place in ("numpy.load", "numpy.isfinite"):  # when it is opened, and when a mapped one is copied
+        with monkeypatch.context() as patch:
+            patch.setattr(place, fail)
+            refuse(tmp_path / "a.npy", "there is not enough memory for it")
+
+
+@pytest.mark.parametrize("suffix", [".gltf", ".glb"])
+@pytest.mark.parametrize(
+    "uri", ["../a.bin", "/a.bin", "b/../../a.bin", " ../a.bin", "%2e%2e/a.bin", "..\\a.bin", "C:\\a"]
+)
+def test_files_outside_the_folder_are_not_read(tmp_path, suffix, uri):
+    (tmp_path / "inner").mkdir()
+    for folder in (tmp_path, tmp_path / "inner"):
+        (folder / "a.bin").write_bytes(np.array(SMALL, "<f4").tobytes())
+    path = gltf(tmp_path / "inner" / f"a{suffix}", uri)
+    refuse(path, "it names the file .*, which lies outside its folder; put it inside")
+    gltf(path, "a.bin")
+    np.testing.assert_array_equal(len(read_cloud(path, count=3)), 3)
+
+
+@pytest.mark.parametrize(
+    ("vertices", "faces", "reason"),
+    [(4, 1, "promises 4 × vertex, 1 × face; 4 lines follow"), (3, 2, "promises 3 × vertex, 2 × face; 4 lines follow")],
+)
+def test_an_ascii_ply_that_promises_more_than_it_holds_is_refused(tmp_path, vertices, faces, reason):
+    refuse(ply_mesh(tmp_path / "a.ply", vertices=vertices, faces=faces), f"its header {reason}")
+
+
+def ply_mesh(path, face="3 0 1 2", *, vertices=3, faces=1, kind="int", more=""):
+    header = (
+        f"ply\nformat ascii 1.0\nelement vertex {vertices}\nproperty float x\nproperty float y\nproperty float z\n"
+    )
+    header += f"{more}element face {faces}\nproperty list uchar {kind} vertex_indices\nend_header\n"
+    rest = " 0 0" if more else ""
+    return write_text(path, header + f"0 0 0{rest}\n1 0 0{rest}\n0 1 0{rest}\n{face}\n")
+
+
+def test_an_ascii_ply_with_just_what_it_promises_is_read(tmp_path):
+    assert read_cloud(ply_mesh(tmp_path / "a.ply"), count=5).shape == (5, 3)
+
+
+@pytest.mark.parametrize("more", ["", "property float u\nproperty float v\n"])
+@pytest.mark.parametrize("face", ["3 0 1 7", "3 0 1 -1"])
+def test_faces_of_a_ply_that_name_no_vertex_are_refused(tmp_path, face, more):
+    refuse(ply_mesh(tmp_path / "a.ply", face, more=more), "its faces name vertices from|could not be decoded: Index")
+
+
+@pytest.mark.parametrize("face", ["3 0 1 7", "3 0 1 -1"])
+def test_faces_of_an_off_that_name_no_vertex_are_refused(tmp_path, face):
+    path = write_text(tmp_path / "a.off", f"OFF\n3 1 0\n0 0 0\n1 0 0\n0 1 0\n{face}\n")
+    refuse(path, "its faces name vertices from|face index outside the range")
+
+
+def test_an_off_without_faces_gives_its_points(tmp_path):
+    path = write_text(tmp_path / "a.off", "OFF\n2 0 0\n0 0 0\n1 0 0\n")
+    np.testing.assert_array_equal(read_cloud(path), [[0, 0, 0], [1, 0, 0]])
+
+
+# text that can be misread
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["1,5 2,5 3,5", "1,5, 2,5, 3,5", "1,5\t2,5\t3,5", "1, 2, 3 4", "1,234.5, 2,000.5, 3.5", "1.5,2.5,3.5 255 0 0"],
+)
+def test_commas_that_may_be_decimal_are_refused(tmp_path, line):
+    path = write_text(tmp_path / "a.xyz", f"0 0 0 # a, b\n\n{line}\n")
+    refuse(path, f"line 3, {re.escape(repr(line))}, has both commas and blanks, .* write decimal points, and between")
+
+
+@pytest.mark.parametrize("line", ["1.5,2.5,3.5", "1.5, 2.5,3.5", "1.5,2.5 3.5", "1.5 ,2.5 , 3.5,", " 1.5,2.5,3.5 , "])
+def test_commas_that_part_numbers_are_read(tmp_path, line):
+    path = write_text(tmp_path / "a.xyz", f"{line}\n4 5 6\n")
+    np.testing.assert_array_equal(read_cloud(path), [[1.5, 2.5, 3.5], [4, 5, 6]])
+
+
+@pytest.mark.parametrize("line", ["1,,3,4", ",1,2,3"])
+def test_numbers_that_are_left_out_are_refused(tmp_path, line):
+    refuse(write_text(tmp_path / "a.xyz", f"0,0,0\n{line}\n"), f"line 2, '{line}', leaves out a number")
+
+
+def test_text_that_announces_more_points_than_it_holds_is_refused(tmp_path):
+    refuse(write_text(tmp_path / "a.pts", "3\n1 2 3\n4 5 6\n"), "it announces 3 points and holds 2")
+
+
+# far from the origin
+
+FAR = np.array([500_000, 4_500_000, 0])
+
+
+def test_clouds_that_float32_would_blur_are_refused(tmp_path):
+    path = tmp_path / "a.npy"
+    reason = "the cloud is 0.9.* long at a distance of 4.5.*e.06 from the origin, .*; subtract its centre first"
+    for dtype in (np.float64, np.float32):
+        np.save(path, (some_points() + FAR).astype(dtype))
+        refuse(path, reason if dtype == np.float64 else "subtract its centre first")
+    np.savetxt(tmp_path / "a.xyz", some_points() + FAR)
+    refuse(tmp_path / "a.xyz", reason)
+    np.save(path, 1000 * some_points() + FAR)
+    assert len(rows(read_cloud(path))) == 50
+
+
+def test_meshes_that_float32_would_blur_are_refused(tmp_path):
+    text = "v 4e8 0 0\nv 400000001 0 0\nv 4e8 1 0\nf 1 2 3\n"
+    refuse(write_text(tmp_path / "a.obj", text), "the mesh is 1 long at a distance of 4e.08 from the origin")
+    # A face without area at the origin makes the mesh long, but nothing is drawn there; one with hardly any, too.
+    refuse(write_text(tmp_path / "b.obj", text + "v 0 0 0\nf 4 4 1\n"), "the mesh is 1 long at a distance of 4e.08")
+    far = "v 4e8 4e8 4e8\nv 400000001 4e8 4e8\nv 4e8 400000001 400000001\nf 1 2 3\n"
+    speck = "v 0 0 0\nv 0 1e-9 0\nv 0 0 1e-9\nf 4 5 6\n"
+    refuse(write_text(tmp_path / "c.obj", far + speck), r"all of the points drawn from it \(4096\) lie in one place")
+
+
+def test_points_drawn_that_lie_in_one_place_are_refused(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([[0, 0, 0]] * 10_000 + [[1, 1, 1]]))
+    refuse(tmp_path / "a.npy", r"all of the points drawn from it \(4\) lie in one place", count=4)
+    assert read_cloud(tmp_path / "a.npy", count=1).shape == (1, 3)
+
+
+def test_only_float64_can_be_normalised_far_from_the_origin():
+    points = some_points().astype(np.float64)
+    moved, _, _ = normalise(points + FAR)
+    np.testing.assert_allclose(moved, normalise(points)[0], atol=1e-8)
+    with pytest.raises(ValueError, match="where float32 blurs its shape; subtract its centre first, in float64"):
+        normalise((points + FAR).astype(np.float32))
+    with pytest.raises(ValueError, match="where float32 blurs its shape"):
+        normalise(np.round(1000 * points).astype(np.int64) + 10**9)
+
+
 # check_cloud
 
 
@@ -396,6 +647,8 @@ def test_sound_clouds_pass():
     check_cloud(some_points(width=5), features=2)
     check_cloud(some_points(width=7), features=None)
     check_cloud(np.zeros((4, 3), np.int32), degenerate=False)
+    check_cloud(np.ma.masked_greater(some_points(), 2))  # none
+    check_cloud(moved(some_points(), [0, 1e5, 0]), distant=False)
 
 
 @pytest.mark.parametrize(
@@ -403,6 +656,8 @@ def test_sound_clouds_pass():
     [
         ([[0, 0, 0]], {}, r"the point cloud is a list; expected a NumPy array of real numbers \[P, 3\]"),
         (np.zeros((2, 3), complex), {}, "the point cloud is an array of complex128"),
+        (np.ma.masked_greater(np.eye(3), 0), {}, "the point cloud has 3 masked values; expected none"),
+        (moved(some_points(), [0, 1e5, 0]), {}, "where float32 blurs its shape"),
         (np.zeros(3), {"name": "it"}, r"it is of shape \[3\]; expected \[P, 3\]"),
         (np.zeros((2, 4)), {}, r"of shape \[2, 4\]; expected \[P, 3\]"),
         (np.zeros((2, 3)), {"features": 3}, r"of shape \[2, 3\]; expected \[P, 6\]"),

@@ -1,10 +1,11 @@
+import os
 import re
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from mmpreproj.points.drawing import VIEWS, View, draw_cloud, draw_clouds_grid, render_cloud
+from mmpreproj.points.drawing import VIEWS, View, _wrap, draw_cloud, draw_clouds_grid, render_cloud
 
 FRONT = {"azimuth": 0, "elevation": 0}
 
@@ -149,6 +150,41 @@ def test_a_grid_has_a_row_a_label(tmp_path):
     filled = [[drawn[top : top + 80, left : left + 80].mean() > 0.3 for left in (160, 240)] for top in (0, 80)]
     assert filled == [[True, True], [True, False]]
     assert drawn[:80, :160].any() and drawn[80:, :160].any()  # labels
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "shower head and faucet",
+        "WWWWWWWWWWWWWWWWWWWWWWWWWW",
+        "mmmm " * 100,
+        "a label with $ and _ in it",
+        "",
+        "ж" * 40,
+    ],
+)
+@pytest.mark.parametrize("cell", [16, 80, 160])
+def test_labels_of_a_grid_stay_in_their_place(tmp_path, label, cell):
+    draw_clouds_grid([("", [ball()]), (label, [ball()]), ("", [ball()])], tmp_path / "grid.png", cell=cell)
+    with Image.open(tmp_path / "grid.png") as image:
+        drawn = ink(image)[:, :160]
+    assert drawn.any() == bool(label)
+    assert not drawn[:, :4].any() and not drawn[:, 154:].any()
+    assert not drawn[:cell].any() and not drawn[2 * cell :].any()
+
+
+def test_labels_that_are_cut_say_so():
+    wrapped = _wrap("one two three fourfive", lambda text: len(text) <= 5, 3)
+    assert wrapped.split("\n") == ["one", "two", "thre…"]
+    assert _wrap("one two three fourfive", lambda text: len(text) <= 7, 9) == "one two\nthree\nfourfiv\ne"
+    assert _wrap("wide", lambda text: False, 9) == "w\ni\nd\ne"
+
+
+def test_names_of_files_that_are_not_utf8_are_drawn(tmp_path):
+    name = os.fsdecode(b"\xff\xfe.npy")
+    figure = draw_cloud(ball(), tmp_path / "a.png", size=50, title=name, views=[View(name, 0, 0)])
+    assert figure.texts[0].get_text() == figure.axes[0].texts[0].get_text() == "\ufffd\ufffd.npy"
+    draw_clouds_grid([(name, [ball()])], tmp_path / "b.png", cell=50)
 
 
 # refusals

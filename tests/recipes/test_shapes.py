@@ -1,5 +1,6 @@
 """Point clouds from a saved model: what is made, what the files hold, and pictures of a cloud."""
 
+import os
 import re
 
 import numpy as np
@@ -116,6 +117,13 @@ def test_clouds_and_meshes_are_drawn(tmp_path):
         assert (np.asarray(Image.open(tmp_path / f"{name}.png").convert("L")) < 200).any()
     view_cloud(tmp_path / "ball.ply", tmp_path / "other.png", up="z", count=10)
     assert (tmp_path / "other.png").read_bytes() != (tmp_path / "ball.ply.png").read_bytes()
+
+
+def test_a_file_whose_name_is_not_utf8_is_drawn(tmp_path):
+    cloud = tmp_path / os.fsdecode(b"\xff\xfe.npy")
+    np.save(cloud, ball())
+    view_cloud(cloud, tmp_path / "a.png")
+    Image.open(tmp_path / "a.png").verify()
 
 
 def test_what_cannot_be_read_is_named_and_nothing_is_drawn(tmp_path):
