@@ -49,7 +49,7 @@ class Surface:
         Returns:
             x, y, z, the colours if there are any, and the normals of the faces `[P, 6 or 9]`, float64.
         """
-        trimesh = _import_trimesh()
+        trimesh = import_trimesh()
         faces = np.arange(3 * len(self.corners)).reshape(-1, 3)
         mesh = trimesh.Trimesh(self.corners.reshape(-1, 3), faces, process=False)
         points, chosen = trimesh.sample.sample_surface(mesh, count, seed=seed)  # [P, 3], [P]
@@ -81,7 +81,7 @@ def read_shape(path: Path, name: str) -> np.ndarray | Surface:
     suffix = path.suffix.lower()
     _check_file(path, name)
     if suffix in MESH_SUFFIXES:
-        _import_trimesh()  # here, as what its readers lack may be a matter of the file
+        import_trimesh()  # here, as what its readers lack may be a matter of the file
     try:
         if suffix == ".npy":
             return _read_npy(path, name)
@@ -134,7 +134,7 @@ def _read_npz(path: Path, name: str) -> np.ndarray:
 
 
 def _read_mesh(path: Path, name: str) -> np.ndarray | Surface:
-    trimesh, suffix = _import_trimesh(), path.suffix.lower()
+    trimesh, suffix = import_trimesh(), path.suffix.lower()
     if suffix in (".ply", ".off"):
         fields = _load_ply(path, name) if suffix == ".ply" else _load_off(path)
         if len(fields.get("faces", ())) == 0:
@@ -181,7 +181,7 @@ def _load_parts(path: Path, name: str) -> list[Any]:
         check_gltf(path, name)
     # Without materials: a texture that is missing or damaged must not hide a shape that is whole.
     file = io.BytesIO(read_obj(path, name)) if suffix == ".obj" else path
-    scene = _import_trimesh().load_scene(file, file_type=suffix[1:], process=False, skip_materials=True)
+    scene = import_trimesh().load_scene(file, file_type=suffix[1:], process=False, skip_materials=True)
     shapes = [(len(nodes), scene.geometry[key]) for key, nodes in scene.graph.geometry_nodes.items()]
     values = sum(times * 3 * max(len(shape.vertices), len(getattr(shape, "faces", ()))) for times, shape in shapes)
     check_values(values, name, "thin it")  # a small file may place one shape many times
@@ -237,7 +237,7 @@ def _doubled_areas(corners: np.ndarray) -> np.ndarray:
     return np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
 
 
-def _import_trimesh() -> Any:
+def import_trimesh() -> Any:
     try:
         import trimesh
         import trimesh.sample

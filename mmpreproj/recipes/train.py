@@ -31,6 +31,7 @@ from mmpreproj.patching.lookup import is_patched
 from mmpreproj.patching.points.settings import PointPathConfig
 from mmpreproj.patching.profile import profile
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
+from mmpreproj.points.reading import MESH_SUFFIXES, import_trimesh
 from mmpreproj.recipes.figures import draw_loss_curves
 from mmpreproj.recipes.output import check_inputs_survive, check_output, clear_output, preview_path
 from mmpreproj.recipes.preparation import prepare_pipeline
@@ -104,6 +105,8 @@ def run_training(config: TrainConfig, *, console: Console | None = None, overwri
     with Reporter(console or Console(stderr=True), show=accelerator.is_main_process) as reporter:
         source = open_source(config.data)
         _split(source, range(len(source)), config)  # refused now rather than when every picture has been encoded
+        if config.trains_points:
+            _check_readers(source)
         set_seed(config.seed)
         with _timed(seconds, "model"):
             pipeline = prepare_pipeline(config, reporter)
@@ -185,6 +188,13 @@ def _split(source: PictureSource, places: Sequence[int], config: TrainConfig) ->
         always_train=data.always_train,
         together=together,
     )
+
+
+def _check_readers(source: PictureSource) -> None:
+    """Make sure that what reads clouds is installed before everything else is encoded."""
+    names = [name for name in cast(TripletSource, source).clouds if name is not None]
+    if isinstance(source, FurnitureSource) or any(Path(name).suffix.lower() in MESH_SUFFIXES for name in names):
+        import_trimesh()
 
 
 def _check_clouds(trained: EncodedPictures) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -135,6 +136,17 @@ def test_a_run_without_a_cloud_to_train_on_is_refused(run, point_config, triplet
     seed = next(s for s in range(50) if 0 in split_held_out([row["text"] for row in rows], 4, seed=s)[1])
     with pytest.raises(ConfigError, match="none of the pictures that are trained on has a cloud"):
         run(point_config(data={"held_out_seed": seed}))
+
+
+def test_a_missing_reader_is_told_of_before_anything_is_encoded(run, point_config, triplets, monkeypatch):
+    rows = [json.loads(line) for line in (triplets / "metadata.jsonl").read_text().splitlines()]
+    rows[5]["points"] = "5.obj"
+    (triplets / "5.obj").write_text("v 0 0 0")
+    (triplets / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setitem(sys.modules, "trimesh", None)
+    monkeypatch.setattr("mmpreproj.recipes.train.prepare_pipeline", lambda *arguments: pytest.fail("too late"))
+    with pytest.raises(ImportError, match=r"pip install 'mmpreproj\[points\]'"):
+        run(point_config())
 
 
 def test_a_file_in_the_place_of_previews_is_refused(run, point_config):
