@@ -3,18 +3,19 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/point_cost.py --threads 1
 
 Rounds are interleaved in one process, so that what else the machine does meets every size alike; ratios of
-neighbouring sizes are taken within a round. One thread is timed by what it computes. Memory is the peak of a process
-of its own for each size, beyond that of one which computes a single point.
+neighbouring sizes are taken within a round. One thread is timed by what it computes. Memory is the peak of resident
+memory while one cloud is computed, beyond what was there before, in a process of its own for each size, as Linux tells
+it.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 import typer
@@ -62,8 +63,23 @@ def time_of(model: nn.Module, points: int, *, threads: int) -> float:
     return 1000 * (now() - began)
 
 
+def resident(entry: str) -> float:
+    """Read this process's resident memory in MiB: `VmRSS`, now, or `VmHWM`, at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(entry)) / 1024
+
+
+def measure_peak(model: nn.Module, points: int) -> float:
+    """Measure how far resident memory rises, in MiB, while one cloud is computed."""
+    run(model, 16)  # what is made once
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = resident("VmRSS")
+    run(model, points)
+    return resident("VmHWM") - before
+
+
 def peak(points: int, width: int, blocks: int) -> float:
-    """Measure the peak memory, in MiB, of a process that computes one cloud."""
+    """Measure the peak memory, in MiB, of one cloud in a process of its own."""
     command = [sys.executable, __file__, "--width", str(width), "--blocks", str(blocks), "--only", str(points)]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return float(json.loads(found.splitlines()[-1]))
@@ -74,8 +90,7 @@ def main(width: int = 512, blocks: int = 4, threads: int = 1, rounds: int = 9, o
     torch.set_num_threads(threads)
     model = build(width, blocks)
     if only:
-        run(model, only)
-        print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+        print(json.dumps(measure_peak(model, only)))
         return
     times: dict[int, list[float]] = {size: [] for size in SIZES}
     for index in range(-1, rounds):
@@ -84,8 +99,7 @@ def main(width: int = 512, blocks: int = 4, threads: int = 1, rounds: int = 9, o
             taken = time_of(model, size, threads=threads)
             if index >= 0:
                 times[size].append(taken)
-    base = peak(1, width, blocks)
-    memory = {size: peak(size, width, blocks) - base for size in SIZES}
+    memory = {size: peak(size, width, blocks) for size in SIZES}
     table = Table("points", "ms", "ratio to half of them", "MiB", "ratio", title=f"width {width}, {blocks} blocks")
     for size in SIZES:
         pairs = zip(times[size], times.get(size // 2, []), strict=False)

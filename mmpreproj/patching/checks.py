@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar, cast
+
+_Settings = TypeVar("_Settings")
 
 
 def positive_number(name: str, value: Any) -> float:
@@ -31,6 +34,14 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Refuse what is none of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def read_settings(kind: type[_Settings], owner: str, values: Any) -> _Settings:
+    """Build a dataclass of settings from plain values, naming it as its owner calls it."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{owner} must be a mapping of its fields; got {values!r} ({type(values).__name__})")
+    check_fields(owner, values, [field.name for field in fields(cast(Any, kind))])
+    return kind(**values)
 
 
 def check_fields(owner: str, values: Mapping[str, Any], known: Sequence[str]) -> None:

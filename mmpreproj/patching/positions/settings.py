@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from mmpreproj.patching.checks import check_choice, check_fields, positive_number
+from mmpreproj.patching.checks import check_choice, positive_number, read_settings
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,4 @@ class Positions:
             ValueError: on a key that is not a field (names the nearest one), or a bad value.
             TypeError: on a value of the wrong type.
         """
-        if not isinstance(values, Mapping):
-            raise TypeError(f"positions must be a mapping of its fields; got {values!r} ({type(values).__name__})")
-        check_fields("positions", values, [field.name for field in fields(cls)])
-        return cls(**values)
+        return read_settings(cls, "positions", values)
