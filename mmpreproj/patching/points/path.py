@@ -26,6 +26,7 @@ from mmpreproj.patching.onloading import onloaded
 from mmpreproj.patching.points.settings import PointPathConfig
 
 POINT_CHILD = "preproj_points"
+POINTS_AT_ONCE = 8192
 
 
 class PointAdapter(ModelPart):
@@ -136,8 +137,16 @@ def walk(model: nn.Module, family: Family, tokens: Tensor, temb: Tensor) -> Tens
             if checkpointed:
                 tokens = cast(Any, model)._gradient_checkpointing_func(_step, block, family, tokens, temb)
             else:
-                tokens = _step(block, family, tokens, temb)
+                parts = [_step(block, family, part, temb) for part in _parts(tokens)]
+                tokens = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return tokens
+
+
+def _parts(tokens: Tensor) -> tuple[Tensor, ...]:
+    """Split tokens `[B, P, D]`, so that what a block makes of them stays small; whole where gradients keep it all."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return (tokens,)
+    return tokens.split(max(1, POINTS_AT_ONCE // len(tokens)), dim=1)
 
 
 def _step(block: nn.Module, family: Family, tokens: Tensor, temb: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from points_kit import Clouds, clouds, drawn, moved, noisy, prompt, with_points
+from points_kit import Clouds, clouds, drawn, dtype_of, moved, noisy, prompt, with_points
 from positions_kit import attentions, picture, relative
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -317,6 +317,20 @@ def test_a_points_velocity_depends_on_itself_alone(make_patched, style):
     torch.testing.assert_close(moved(model, points[:, 4:5]), velocity[:, 4:5], rtol=0, atol=1e-13)
     twice = moved(model, torch.cat([points, points], dim=1))
     torch.testing.assert_close(twice, torch.cat([velocity, velocity], dim=1), rtol=0, atol=1e-13)
+
+
+def test_large_clouds_go_through_a_block_in_parts_unless_all_is_kept_for_a_gradient(make_patched, style, monkeypatch):
+    model = make_patched(style)
+    points, seen = noisy(23, dtype=dtype_of(model)), []
+    whole = moved(model, points)
+    for block in model.transformer_blocks:
+        block.ff.register_forward_hook(lambda module, args, result: seen.append(result.shape[1]))
+    monkeypatch.setattr("mmpreproj.patching.points.path.POINTS_AT_ONCE", 10)  # of two clouds
+    torch.testing.assert_close(moved(model, points), whole, rtol=1e-5, atol=1e-6)
+    assert seen == [5, 5, 5, 5, 3] * 2
+    seen.clear()
+    point_velocity(model, points, **prompt(dtype_of(model)))
+    assert seen == [23, 23]
 
 
 @pytest.mark.parametrize("padding", [0.0, 1e30, torch.inf, torch.nan])
