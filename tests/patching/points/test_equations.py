@@ -325,7 +325,7 @@ def test_large_clouds_go_through_a_block_in_parts_unless_all_is_kept_for_a_gradi
     whole = moved(model, points)
     for block in model.transformer_blocks:
         block.ff.register_forward_hook(lambda module, args, result: seen.append(result.shape[1]))
-    monkeypatch.setattr("mmpreproj.patching.points.path.POINTS_AT_ONCE", 10)  # of two clouds
+    monkeypatch.setattr("mmpreproj.patching.points.path.POINTS_AT_ONCE_ON_CPU", 10)  # of two clouds
     torch.testing.assert_close(moved(model, points), whole, rtol=1e-5, atol=1e-6)
     assert seen == [5, 5, 5, 5, 3] * 2
     seen.clear()
