@@ -48,7 +48,10 @@ def draw_loss_curves(history: Sequence[StepRecord], path: Path, *, window: int =
     axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3, which="both")
-    axes.legend(frameon=False, fontsize="small" if several else None)
+    if several:  # too many to find room among the curves
+        figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize="small")
+    else:
+        axes.legend(frameon=False)
     _write(figure, path)
 
 
