@@ -13,6 +13,7 @@ import mmpreproj
 ROOT = Path(mmpreproj.__file__).parent
 FLOORS = {
     "core": 0,
+    "files": 0,
     "patching": 1,
     "points": 2,
     "data": 3,

@@ -13,25 +13,16 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
+from mmpreproj.files import UnreadableFileError
+
 WHITE = (255, 255, 255)
 NAMED_IN_ERRORS = 3
 
 
-class UnreadablePictureError(Exception):
-    """A picture that cannot be decoded.
+class UnreadablePictureError(UnreadableFileError):
+    """A picture that cannot be decoded."""
 
-    Attributes:
-        name: what the source calls the picture.
-        reason: why it could not be read, in words.
-    """
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name = name
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"cannot read the picture {self.name!r}: {self.reason}"
+    kind = "picture"
 
 
 @dataclass(frozen=True)

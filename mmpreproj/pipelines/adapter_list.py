@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmpreproj.patching.files.format import write_atomically
+from mmpreproj.files import write_atomically
 
 LIST_NAME = "adapters.json"
 FORMAT_VERSION = 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mmpreproj.files import write_atomically
 from mmpreproj.points.checks import check_cloud, check_colours, check_whole
 from mmpreproj.points.errors import UnreadableCloudError
 from mmpreproj.points.reading import CLOUD_SUFFIXES, Surface, read_shape
@@ -164,17 +165,9 @@ def write_ply(path: str | os.PathLike[str], points: np.ndarray, *, colours: np.n
             vertices[channel] = np.round(255 * np.asarray(colours)[:, column])
     properties = [f"property {'float' if kind == '<f4' else 'uchar'} {field}" for field, kind in fields]
     header = ["ply", "format binary_little_endian 1.0", f"element vertex {len(points)}", *properties, "end_header", ""]
-    _replace(path, "\n".join(header).encode("ascii") + vertices.tobytes())
-
-
-def _replace(path: Path, content: bytes) -> None:
+    content = "\n".join(header).encode("ascii") + vertices.tobytes()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, lambda target: Path(target).write_bytes(content))
 
 
 def _take_columns(table: np.ndarray, features: int, name: str, *, sampled: bool = False) -> np.ndarray:

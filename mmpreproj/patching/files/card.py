@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mmpreproj.files import write_atomically
 from mmpreproj.patching.config import PreProjConfig
-from mmpreproj.patching.files.format import SavedAdapter, write_atomically
+from mmpreproj.patching.files.format import SavedAdapter
 from mmpreproj.patching.points.settings import PointPathConfig
 from mmpreproj.patching.profile import Profile
 from mmpreproj.patching.report import PatchReport

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmpreproj import __version__
+from mmpreproj.files import write_atomically
 from mmpreproj.patching.config import PreProjConfig
 
 CONFIG_NAME = "adapter_config.json"
@@ -95,7 +94,10 @@ def write_adapter(folder: Path, saved: SavedAdapter, weights: dict[str, Tensor])
     folder.mkdir(parents=True, exist_ok=True)
     text = saved.to_json()
     metadata = {METADATA_KEY: text}  # one entry: safetensors writes several in no fixed order
-    write_atomically(folder / WEIGHTS_NAME, lambda path: save_file(weights, path, metadata=metadata))
+    try:
+        write_atomically(folder / WEIGHTS_NAME, lambda path: save_file(weights, path, metadata=metadata))
+    except SafetensorError as error:
+        raise OSError(f"{folder / WEIGHTS_NAME} could not be written ({error})") from error
     write_atomically(folder / CONFIG_NAME, lambda path: Path(path).write_text(text, encoding="utf-8"))
 
 
@@ -207,29 +209,3 @@ def find_folder(source: str | os.PathLike[str], *, subfolder: str | None = None,
                 f"no adapter at {str(source)!r}: it is no folder, and the hub gives no such repository ({error})"
             ) from error
     return folder / subfolder if subfolder else folder
-
-
-def _umask() -> int:
-    current = os.umask(0)  # there is no way to ask for it alone
-    os.umask(current)
-    return current
-
-
-def write_atomically(path: Path, write: Callable[[str], Any]) -> None:
-    """Call `write` on a temporary file beside `path`, then move it over `path` in one step.
-
-    Raises:
-        OSError: if the file cannot be written; `path` is named, and is as it was.
-    """
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    try:
-        write(temporary)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-    except SafetensorError as error:
-        raise OSError(f"{path} could not be written ({error})") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)

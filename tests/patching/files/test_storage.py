@@ -13,8 +13,8 @@ from torch import nn
 
 import mmpreproj
 from mmpreproj import PreProjConfig
+from mmpreproj.files import write_atomically
 from mmpreproj.patching.families import find_family
-from mmpreproj.patching.files.format import write_atomically
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = ["README.md", CONFIG, WEIGHTS, "profile.png"]

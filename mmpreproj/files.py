@@ -1,0 +1,53 @@
+"""Files, on the standard library alone: written whole or not at all, and the error for those that cannot be read."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+class UnreadableFileError(Exception):
+    """A file of data that cannot be read.
+
+    Attributes:
+        kind: what it should have been, in words.
+        name: what its source calls it.
+        reason: why it could not be read, in words.
+    """
+
+    kind: ClassVar[str] = "file"
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name = name
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"cannot read the {self.kind} {self.name!r}: {self.reason}"
+
+
+def write_atomically(path: Path, write: Callable[[str], Any]) -> None:
+    """Call `write` on a temporary file beside `path`, then move it over `path` in one step.
+
+    Raises:
+        OSError: if the file cannot be written; `path` is named, and is as it was.
+    """
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    try:
+        write(temporary)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    current = os.umask(0)  # there is no way to ask for it alone
+    os.umask(current)
+    return current
