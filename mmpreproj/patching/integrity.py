@@ -11,6 +11,7 @@ from typing import cast
 
 from torch import nn
 
+from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.hooks import is_attached, layer_of
 from mmpreproj.patching.layer import AttentionAdapter
 from mmpreproj.patching.lookup import patched_attentions, plain_path, unwrap
@@ -84,19 +85,24 @@ def _check_positions(owner: nn.Module) -> None:
 
 def _check_points(owner: nn.Module) -> None:
     """Make sure that an adapter's point path is still there, with its hooks."""
-    layers = [layer_of(attention) for _, attention in patched_attentions(owner)]
-    for layer in layers:
-        wanted = [cast(AttentionAdapter, adapter).config.points for adapter in layer.adapters.values()]
-        if any(wanted) and not are_points_attached(owner, layer.family):
-            raise ValueError(
-                f"{type(owner).__name__} has lost its point path, or a hook of it: they were removed after patching. "
-                "Load the base anew and patch it last, or call mmpreproj.unpatch(model) to go on without the adapter"
-            )
+    families = {layer_of(attention).family for _, attention in patched_attentions(owner) if _has_points(attention)}
+    if not all(are_points_attached(owner, family) for family in families):
+        raise ValueError(
+            f"{type(owner).__name__} has lost its point path, or a hook of it: they were removed after patching. "
+            "Load the base anew and patch it last, or call mmpreproj.unpatch(model) to go on without the adapter"
+        )
 
 
 def _needs_processor(attention: nn.Module) -> bool:
-    adapters = layer_of(attention).adapters.values()
-    return any(cast(AttentionAdapter, adapter).config.needs_processor for adapter in adapters)
+    return any(config.needs_processor for config in _configs(attention))
+
+
+def _has_points(attention: nn.Module) -> bool:
+    return any(config.points is not None for config in _configs(attention))
+
+
+def _configs(attention: nn.Module) -> Iterator[PreProjConfig]:
+    return (cast(AttentionAdapter, adapter).config for adapter in layer_of(attention).adapters.values())
 
 
 def _owners(model: nn.Module) -> Iterator[nn.Module]:

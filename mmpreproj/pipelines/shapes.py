@@ -116,7 +116,7 @@ class PreProjShapePipeline(PreProjSD3Pipeline):
         points = self._denoise(
             noise.to(device, torch.float32), text, negative, steps=num_inference_steps, guidance=guidance_scale
         )
-        clouds = torch.cat([points[..., :3] / path.spread, points[..., 3:]], dim=-1)
+        clouds = path.narrow(points)
         self.maybe_free_model_hooks()
         if not torch.isfinite(clouds).all():
             raise ValueError(

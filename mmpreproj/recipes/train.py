@@ -24,7 +24,6 @@ from mmpreproj.data.furniture import FurnitureSource
 from mmpreproj.data.openmoji import OpenMojiSource
 from mmpreproj.data.pictures import PictureSource, SkippedPicture
 from mmpreproj.data.triplets import TripletFolderSource, TripletSource
-from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.files.card import draw_profile
 from mmpreproj.patching.files.storage import save
 from mmpreproj.patching.lookup import is_patched
@@ -228,13 +227,19 @@ def _encode(
     for module in encoders:
         module.to("cpu")
     free_memory()
-    return _add_clouds(pictures, source, config, reporter=reporter) if config.trains_points else pictures
+    if config.point_path is None:
+        return pictures
+    return _add_clouds(pictures, source, config, config.point_path, reporter=reporter)
 
 
 def _add_clouds(
-    pictures: EncodedPictures, source: PictureSource, config: TrainConfig, *, reporter: Reporter
+    pictures: EncodedPictures,
+    source: PictureSource,
+    config: TrainConfig,
+    points: PointPathConfig,
+    *,
+    reporter: Reporter,
 ) -> EncodedPictures:
-    points = cast(PointPathConfig, cast(PreProjConfig, config.adapter).points)
     skipped: list[SkippedPicture] = []
     clouds, has_cloud = read_clouds(
         cast(TripletSource, source),
@@ -291,8 +296,7 @@ def _train(
 
 
 def _previews(splits: tuple[EncodedPictures, EncodedPictures], config: TrainConfig) -> list[Preview]:
-    points = None if config.adapter is None else config.adapter.points
-    if points is None or not points.generate:
+    if config.point_path is None or not config.point_path.generate:
         return []
     return choose_previews(*splits, count=config.points.previews)
 

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from mmpreproj.patching.config import PreProjConfig
+from mmpreproj.patching.points.settings import PointPathConfig
 
 
 class ConfigError(ValueError):
@@ -296,6 +297,11 @@ class TrainConfig(Section):
         return self
 
     @property
+    def point_path(self) -> PointPathConfig | None:
+        """The adapter's way for points, which is trained on clouds beside pictures; None for pictures alone."""
+        return None if self.adapter is None else self.adapter.points
+
+    @property
     def trains_points(self) -> bool:
         """Whether clouds are trained on beside pictures."""
-        return self.adapter is not None and self.adapter.points is not None
+        return self.point_path is not None

@@ -313,7 +313,7 @@ def make_measures(held_out: EncodedPictures | None, config: TrainConfig, *, time
         return {}
     settings: dict[str, Any] = {"levels": config.held_out_levels, "seed": config.seed, "timesteps": timesteps}
     measures: dict[str, HeldOut] = {"pictures": HeldOutLoss(held_out, **settings)}
-    points = config.adapter.points if config.adapter is not None else None
+    points = config.point_path
     if points is None or held_out.has_cloud is None or not held_out.has_cloud.any():
         return measures
     if points.condition:

@@ -109,7 +109,7 @@ class TripletObjective(FlowObjective):
         self, batch: dict[str, Tensor], pooled: Tensor, path: PointAdapter
     ) -> tuple[dict[str, Any], Tensor]:
         """Draw points and noise; return what the velocity is computed from, and what it should be `[B, P, 3 + F]`."""
-        clean = widened(self.draw_points(batch["cloud"], self.points.per_step), path)
+        clean = path.widen(self.draw_points(batch["cloud"], self.points.per_step))
         noise = torch.randn(clean.shape, generator=self.generator).to(clean.device)
         sigmas = draw_sigmas(len(clean), self.points.flow, shift=self.points_shift, generator=self.generator)
         sigmas = sigmas.to(clean.device)  # [B]
@@ -147,8 +147,7 @@ class CloudHeldOutLoss(HeldOutLoss):
         given = super()._attention_kwargs(transformer, batch, device) or {}
         shown = point_path(transformer).shown
         clouds = torch.stack([item["cloud"][:shown] for item in batch]).to(device)  # [B, S, 3 + F]
-        there = torch.stack([item["has_cloud"] for item in batch]).to(device)
-        return {**given, POINT_CLOUD: clouds, POINT_MASK: there[:, None].expand(clouds.shape[:2])}
+        return {**given, POINT_CLOUD: clouds}
 
 
 class PointHeldOutLoss:
@@ -189,7 +188,7 @@ class PointHeldOutLoss:
 
     def _error(self, transformer: nn.Module, place: int, device: torch.device) -> float:
         item, sigmas = self.items[place], self.sigmas[place].to(device)  # [K]
-        clean = widened(item["cloud"][None, : self.per_cloud], point_path(transformer))
+        clean = point_path(transformer).widen(item["cloud"][None, : self.per_cloud])
         clean = clean.expand(len(sigmas), -1, -1).to(device)  # [K, P, 3 + F]
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + place)
         noise = torch.randn(clean.shape, generator=generator).to(device)
@@ -205,11 +204,6 @@ class PointHeldOutLoss:
 def inner_transformer(denoiser: nn.Module) -> nn.Module:
     """Return the transformer inside a denoiser, through whatever several processes wrapped it in."""
     return next(module for module in denoiser.modules() if isinstance(module, TripletDenoiser)).transformer
-
-
-def widened(clouds: Tensor, path: PointAdapter) -> Tensor:
-    """Make clouds `[B, P, 3 + F]` as wide as the noise: coordinates times the path's spread."""
-    return torch.cat([clouds[..., :3] * path.spread, clouds[..., 3:]], dim=-1)
 
 
 def cloud_share(pictures: EncodedPictures) -> float:

@@ -67,7 +67,15 @@ class PointAdapter(ModelPart):
         kept = wide.masked_fill(~mask.unsqueeze(-1), 0.0)
         if self.normalise == "unit_ball":
             kept, _, _ = unit_ball(kept, mask)
-        return self.embed(torch.cat([kept[..., :3] * self.spread, kept[..., 3:]], dim=-1))
+        return self.embed(self.widen(kept))
+
+    def widen(self, points: Tensor) -> Tensor:
+        """Make points `[..., 3 + F]` as wide as the noise: coordinates, not features, times the spread."""
+        return torch.cat([points[..., :3] * self.spread, points[..., 3:]], dim=-1)
+
+    def narrow(self, points: Tensor) -> Tensor:
+        """Bring points `[..., 3 + F]` as wide as the noise back to their own size; the inverse of `widen`."""
+        return torch.cat([points[..., :3] / self.spread, points[..., 3:]], dim=-1)
 
     def embed(self, points: Tensor) -> Tensor:
         """Turn points `[B, P, 3 + F]` as wide as the noise into tokens `[B, P, D]`."""
@@ -134,6 +142,7 @@ def walk(model: nn.Module, family: Family, tokens: Tensor, temb: Tensor) -> Tens
     for block in joint_blocks(model, family):
         if not any(layer.carries_skip(seam.stream) for _, layer in _layers(block, family)):
             continue
+        _check_whole(block)
         with onloaded(block):
             if checkpointed:
                 tokens = cast(Any, model)._gradient_checkpointing_func(_step, block, family, tokens, temb)
@@ -154,7 +163,6 @@ def _parts(tokens: Tensor) -> tuple[Tensor, ...]:
 def _step(block: nn.Module, family: Family, tokens: Tensor, temb: Tensor) -> Tensor:
     """Take points' tokens `[B, P, D]` through one block."""
     seam = cast(PointSeam, family.points)
-    _check_whole(block)
     normed, gate, shift, scale, forward_gate, *second = getattr(block, seam.norm)(tokens, emb=temb)
     ways = {False: (normed, gate), True: tuple(second)}  # by whether an attention is the second one
     for dual, layer in _layers(block, family):
