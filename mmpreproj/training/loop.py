@@ -18,18 +18,13 @@ from torch.utils.data import DataLoader, RandomSampler
 from mmpreproj.data.encoding import EncodedPictures
 from mmpreproj.training.checkpoints import checkpoints, write_checkpoint
 from mmpreproj.training.config import ConfigError, TrainConfig
-from mmpreproj.training.held_out import HeldOutLoss
+from mmpreproj.training.measures import HeldOut, make_measures
 from mmpreproj.training.objective import FlowObjective
 from mmpreproj.training.optimisation import make_optimizer, make_schedule, select_trainable
 from mmpreproj.training.triplets import (
-    CloudHeldOutLoss,
-    PointHeldOutLoss,
     TripletObjective,
     cloud_share,
-    with_clouds_alone,
 )
-
-HeldOut = Callable[[nn.Module], float]
 
 
 class TrainingDivergedError(RuntimeError):
@@ -305,24 +300,6 @@ class _Run:
             + (f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet")
             + ". Lower optimizer.learning_rate, or use precision: bf16 or no if this run used fp16"
         )
-
-
-def make_measures(held_out: EncodedPictures | None, config: TrainConfig, *, timesteps: int) -> dict[str, HeldOut]:
-    """Build what is measured on pictures that are never trained on, by name; nothing where there are none."""
-    if held_out is None or not len(held_out):
-        return {}
-    settings: dict[str, Any] = {"levels": config.held_out_levels, "seed": config.seed, "timesteps": timesteps}
-    measures: dict[str, HeldOut] = {"pictures": HeldOutLoss(held_out, **settings)}
-    points = config.point_path
-    if points is None or held_out.has_cloud is None or not held_out.has_cloud.any():
-        return measures
-    if points.condition:
-        measures["pictures with clouds"] = CloudHeldOutLoss(held_out, **settings)
-    if points.condition and not held_out.has_cloud.all():
-        measures["these without"] = HeldOutLoss(with_clouds_alone(held_out), **settings)
-    if points.generate:
-        measures["points"] = PointHeldOutLoss(held_out, per_cloud=config.points.per_step, **settings)
-    return measures
 
 
 def make_loader(
