@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+from accelerate import disk_offload, dispatch_model
 from accelerate.utils import align_module_device
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from diffusers.hooks import apply_group_offloading
 from diffusers.hooks.group_offloading import _is_group_offload_enabled
+from offloads_kit import CPU, group_block_level, group_leaf_level, sequential, sequential_with_buffers, whole_model
 from torch import Tensor, nn
 
 import mmpreproj
 from mmpreproj import PreProjConfig
 
-CPU = torch.device("cpu")
 STYLE = "sd35"  # dual attention in the first block
 PARTS = (
     "pos_embed",
@@ -30,26 +30,6 @@ PARTS = (
 OTHERS = (PreProjConfig(), PreProjConfig(expansion=0.5, share="stream"))
 
 Offload = Callable[[nn.Module], Any]
-
-
-def group_block_level(model: nn.Module) -> None:
-    model.enable_group_offload(CPU, CPU, offload_type="block_level", num_blocks_per_group=1)
-
-
-def group_leaf_level(model: nn.Module) -> None:
-    apply_group_offloading(model, CPU, CPU, offload_type="leaf_level")
-
-
-def sequential(model: nn.Module) -> None:
-    cpu_offload(model, execution_device=CPU)
-
-
-def sequential_with_buffers(model: nn.Module) -> None:
-    cpu_offload(model, execution_device=CPU, offload_buffers=True)
-
-
-def whole_model(model: nn.Module) -> None:
-    cpu_offload_with_hook(model, execution_device=CPU)
 
 
 def device_map(model: nn.Module) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+from accelerate import disk_offload, dispatch_model
 from accelerate.hooks import CpuOffload, ModelHook, add_hook_to_module
 from diffusers import SD3ControlNetModel
-from diffusers.hooks import apply_group_offloading
+from offloads_kit import CPU, group_block_level, group_leaf_level, sequential, sequential_with_buffers, whole_model
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from points_kit import clouds, drawn, moved, noisy, prompt, with_points
@@ -28,7 +28,6 @@ from mmpreproj.patching.points.hooks import find_point_layer, velocity_of_points
 from mmpreproj.patching.points.path import PointLayer
 from mmpreproj.points import add_point_path, point_velocity
 
-CPU = torch.device("cpu")
 BUILT = 2  # graphs: what brings clouds, a hook that torch calls on its own, and the model
 
 
@@ -324,28 +323,8 @@ def test_a_conditioning_that_peft_copies_keeps_one_path(make_transformer, adapte
 # Offloading
 
 
-def group_block_level(model: nn.Module) -> None:
-    model.enable_group_offload(CPU, CPU, offload_type="block_level", num_blocks_per_group=1)
-
-
 def group_two_blocks(model: nn.Module) -> None:
     model.enable_group_offload(CPU, CPU, offload_type="block_level", num_blocks_per_group=2)
-
-
-def group_leaf_level(model: nn.Module) -> None:
-    apply_group_offloading(model, CPU, CPU, offload_type="leaf_level")
-
-
-def sequential(model: nn.Module) -> None:
-    cpu_offload(model, execution_device=CPU)
-
-
-def sequential_with_buffers(model: nn.Module) -> None:
-    cpu_offload(model, execution_device=CPU, offload_buffers=True)
-
-
-def whole_model(model: nn.Module) -> None:
-    cpu_offload_with_hook(model, execution_device=CPU)
 
 
 def device_map(model: nn.Module) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from diffusers import SD3Transformer2DModel
 from points_kit import clouds, drawn, moved, noisy, prompt, with_points
 from positions_kit import picture
+from processes_kit import WORLD, build_patched, meeting, run_in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -23,32 +18,10 @@ import mmpreproj
 from mmpreproj.patching.files.format import read_weights
 from mmpreproj.points import add_point_path, point_velocity
 
-WORLD = 2
-
 
 def build() -> nn.Module:
-    """A transformer whose adapter alone is trained, the same in every process."""
-    torch.manual_seed(0)
-    model = SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        caption_projection_dim=32,
-        pooled_projection_dim=20,
-        pos_embed_max_size=8,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
-    ).requires_grad_(False)
-    mmpreproj.patch(model, with_points())
-    with torch.no_grad():
-        for parameter in mmpreproj.parameters(model):
-            parameter.normal_(std=0.2)
-    return model
+    """Build a tiny transformer with a point path."""
+    return build_patched(with_points())
 
 
 def loss_of_both(model: nn.Module, rank: int | None = None) -> Tensor:
@@ -73,25 +46,7 @@ def step(model: nn.Module, rank: int | None = None) -> nn.Module:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run this file as two processes, and return the folder that they wrote to."""
-    folder = tmp_path_factory.mktemp("processes")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        logs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(logs)
-    return folder
+    return run_in_processes(__file__, tmp_path_factory.mktemp("processes"))
 
 
 def test_a_step_in_two_processes_is_the_step_in_one(folder, tmp_path):
@@ -148,19 +103,8 @@ def refuse_shards(rank: int, folder: Path) -> None:
     (folder / f"refused{rank}").touch()
 
 
-def main(rank: int, folder: Path) -> None:
-    """Do the work of one process."""
-    torch.set_num_threads(1)
-    meeting = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-    try:
+if __name__ == "__main__":
+    with meeting() as (rank, folder):
         model = DistributedDataParallel(build())
         mmpreproj.save(step(model, rank), folder / f"ddp{rank}", card=False)
         refuse_shards(rank, folder)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import processes_kit
 import pytest
 import torch
-import torch.distributed as dist
-from diffusers import ContextParallelConfig, SD3Transformer2DModel
+from diffusers import ContextParallelConfig
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from processes_kit import WORLD, meeting, run_in_processes
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +25,6 @@ import mmpreproj
 from mmpreproj import Positions, PreProjConfig
 from mmpreproj.patching.files.format import read_weights
 
-WORLD = 2
 KINDS = {
     "identity": Positions(),
     "full": Positions(start="full", absolute="remove"),
@@ -52,28 +48,8 @@ DEGREES: dict[str, dict[str, Any]] = {
 
 
 def build_patched(kind: str) -> nn.Module:
-    """Build a tiny dual-attention transformer whose adapter alone is trained."""
-    torch.manual_seed(0)
-    model = SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        caption_projection_dim=32,
-        pooled_projection_dim=20,
-        pos_embed_max_size=8,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
-    ).requires_grad_(False)
-    mmpreproj.patch(model, PreProjConfig(share="stream", positions=KINDS[kind]))
-    with torch.no_grad():
-        for parameter in mmpreproj.parameters(model):
-            parameter.normal_(std=0.2)
-    return model
+    """Build a tiny transformer with positions of a kind."""
+    return processes_kit.build_patched(PreProjConfig(share="stream", positions=KINDS[kind]))
 
 
 def batch(rank: int | None = None, *, height: int = 8, width: int = 12, tokens: int = 6) -> dict[str, Any]:
@@ -220,20 +196,7 @@ WORKS = (train, run_in_low_precision, share_the_context, share_a_masked_context,
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run this file as two processes, and return the folder that they wrote to."""
-    folder = tmp_path_factory.mktemp("processes")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [
-        subprocess.Popen([*command, str(rank), str(folder)], env=environment, **streams) for rank in range(WORLD)
-    ]
-    try:
-        logs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(logs)
-    return folder
+    return run_in_processes(__file__, tmp_path_factory.mktemp("processes"))
 
 
 def result(path: Path) -> Tensor:
@@ -311,21 +274,8 @@ def test_a_ring_on_the_cpu_needs_the_help_it_gets_here(folder, kind):
         result(folder / f"helpless {kind} 0")
 
 
-def main(rank: int, folder: Path) -> None:
-    """Do the work of one process."""
-    torch.set_num_threads(1)
-    meeting = f"file://{folder / 'meeting'}"
-    dist.init_process_group(
-        "cpu:gloo", init_method=meeting, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
-    try:
+if __name__ == "__main__":
+    with meeting("cpu:gloo") as place:
         for work in WORKS:
             for kind in KINDS:
-                work(rank, folder, kind)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+                work(*place, kind)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import processes_kit
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import SD3Transformer2DModel
+from processes_kit import WORLD, meeting, run_in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,33 +19,12 @@ import mmpreproj
 from mmpreproj import PreProjConfig
 from mmpreproj.patching.files.format import read_weights
 
-WORLD = 2
 WEIGHTS = "adapter_model.safetensors"
 
 
 def build_patched() -> nn.Module:
-    """Build a tiny dual-attention transformer whose adapter alone is trained."""
-    torch.manual_seed(0)
-    model = SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        caption_projection_dim=32,
-        pooled_projection_dim=20,
-        pos_embed_max_size=8,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
-    ).requires_grad_(False)
-    mmpreproj.patch(model, PreProjConfig(share="stream"))
-    with torch.no_grad():
-        for parameter in mmpreproj.parameters(model):
-            parameter.normal_(std=0.2)
-    return model
+    """Build a tiny transformer whose adapter has weights of its own for each stream."""
+    return processes_kit.build_patched(PreProjConfig(share="stream"))
 
 
 def batch(rank: int | None = None) -> dict[str, Any]:
@@ -145,25 +121,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run this file as two processes, and return the folder that they wrote to."""
-    folder = tmp_path_factory.mktemp("processes")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        logs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(logs)
-    return folder
+    return run_in_processes(__file__, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
@@ -199,18 +157,7 @@ def test_what_is_asked_of_a_sharded_model_in_each_process_held(folder):
     assert all((folder / f"lived{rank}").exists() for rank in range(WORLD))
 
 
-def main(rank: int, folder: Path) -> None:
-    """Do the work of one process."""
-    torch.set_num_threads(1)
-    meeting = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-    try:
-        for work in (train_with_ddp, train_with_fsdp, live_with_fsdp):
-            work(rank, folder)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    with meeting() as place:
+        for work in (train_with_ddp, train_with_fsdp, live_with_fsdp):
+            work(*place)
