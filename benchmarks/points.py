@@ -32,7 +32,7 @@ from mmpreproj.pipelines.shapes import PreProjShapePipeline
 from mmpreproj.points.drawing import draw_clouds_grid
 from mmpreproj.points.metrics import chamfer_distance, coverage, nearest_neighbour_accuracy, pairwise_chamfer
 from mmpreproj.recipes.train import TrainingRun, run_training
-from mmpreproj.training.config_file import read_config
+from mmpreproj.training.config import read_config
 from mmpreproj.training.held_out import HeldOutLoss
 from mmpreproj.training.triplets import CloudHeldOutLoss, with_clouds_alone
 

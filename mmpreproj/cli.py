@@ -142,7 +142,7 @@ def train(
     (norms of the skips), `checkpoints/`, and with clouds `previews/`. For several processes: `accelerate launch -m
     mmpreproj train CONFIG.yaml`.
     """
-    from mmpreproj.training.config_file import read_config
+    from mmpreproj.training.config import read_config
 
     settings = read_config(config, overrides or [])  # a mistake in it is answered before the heavy imports
     from accelerate import PartialState

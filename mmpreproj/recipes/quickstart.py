@@ -15,8 +15,7 @@ from mmpreproj.patching.report import report
 from mmpreproj.recipes.figures import draw_grid
 from mmpreproj.recipes.generate import Sampling, best_device, generate
 from mmpreproj.recipes.train import TrainingRun, run_training
-from mmpreproj.training.config import ScratchModel, TrainConfig
-from mmpreproj.training.config_file import read_config
+from mmpreproj.training.config import ScratchModel, TrainConfig, read_config
 
 PROMPTS = (
     "red apple",

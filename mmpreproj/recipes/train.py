@@ -28,8 +28,7 @@ from mmpreproj.recipes.output import check_inputs_survive, check_output, clear_o
 from mmpreproj.recipes.preparation import prepare_pipeline
 from mmpreproj.recipes.previews import Preview, choose_previews, draw_previews
 from mmpreproj.recipes.progress import Reporter
-from mmpreproj.training.config import TrainConfig
-from mmpreproj.training.config_file import write_config
+from mmpreproj.training.config import TrainConfig, write_config
 from mmpreproj.training.loop import StepRecord, make_accelerator, train
 from mmpreproj.training.optimisation import check_optimizer
 

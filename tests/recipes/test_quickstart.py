@@ -12,7 +12,7 @@ import mmpreproj
 from mmpreproj.pipelines import PreProjSD3Pipeline
 from mmpreproj.recipes.generate import Sampling
 from mmpreproj.recipes.quickstart import PROMPTS, quickstart_config, run_quickstart
-from mmpreproj.training.config_file import read_config
+from mmpreproj.training.config import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (

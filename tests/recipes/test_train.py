@@ -18,8 +18,7 @@ from mmpreproj.patching.files.storage import adapter_config
 from mmpreproj.pipelines import PreProjSD3Pipeline
 from mmpreproj.recipes.train import run_training
 from mmpreproj.training.checkpoints import checkpoints
-from mmpreproj.training.config import ConfigError
-from mmpreproj.training.config_file import read_config
+from mmpreproj.training.config import ConfigError, read_config
 from mmpreproj.training.loop import TrainingDivergedError
 from mmpreproj.training.optimisation import select_trainable
 

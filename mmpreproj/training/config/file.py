@@ -13,7 +13,8 @@ import yaml
 from pydantic import ValidationError
 
 import mmpreproj
-from mmpreproj.training.config import ConfigError, Section, TrainConfig
+from mmpreproj.training.config.run import TrainConfig
+from mmpreproj.training.config.section import ConfigError, Section
 
 
 def read_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainConfig:

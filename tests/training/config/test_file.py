@@ -8,10 +8,16 @@ import yaml
 
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.points.settings import PointPathConfig
-from mmpreproj.training.config import ConfigError, OptimizerConfig, ScratchModel, TrainConfig
-from mmpreproj.training.config_file import read_config, write_config
+from mmpreproj.training.config import (
+    ConfigError,
+    OptimizerConfig,
+    ScratchModel,
+    TrainConfig,
+    read_config,
+    write_config,
+)
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = ("furniture_points.yaml", "quickstart.yaml", "sd3_medium_probe.yaml", "sd35_medium_probe.yaml")
 FROM_NOTHING = ("furniture_points.yaml", "quickstart.yaml")
 MINIMAL = {"model": "some/base", "output": "runs/x", "data": {"folder": "pics"}}
