@@ -25,8 +25,14 @@ from diffusers.models.embeddings import get_2d_sincos_pos_embed_from_grid
 
 import mmpreproj
 from mmpreproj import Positions, PreProjConfig
-from mmpreproj.data.encoding import EncodedPictures, encode_pictures, split_held_out
+from mmpreproj.data.buckets import Size
+from mmpreproj.data.caching import Encoding, encode_pictures
+from mmpreproj.data.encoding import EncodedPictures
 from mmpreproj.data.openmoji import OpenMojiSource
+from mmpreproj.data.samples import look_at_pictures, plan_samples
+from mmpreproj.data.splitting import split_held_out
+from mmpreproj.data.store import TensorStore
+from mmpreproj.pipelines.identity import TEXT, VAE, fingerprint
 from mmpreproj.recipes.quickstart import quickstart_config
 from mmpreproj.recipes.scratch import build_pipeline, build_transformer
 from mmpreproj.training.config import ScratchModel, TrainConfig
@@ -64,11 +70,11 @@ def adapter_of(arm: str, *, scaling: str = "none") -> PreProjConfig | None:
 class Bench:
     """The data, in both sizes, and what every run shares."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, *, cache: Path) -> None:
         self.config = quickstart_config()
         assert isinstance(self.config.model, ScratchModel)
         self.sizes = self.config.model
-        self.steps = steps
+        self.steps, self.cache = steps, cache
         small, large = (self._encode(side) for side in (SMALL, LARGE))
         kept, test = split_held_out(small.captions, HELD_OUT, always_train=self.config.data.always_train)
         rest = small.subset(kept)
@@ -80,11 +86,14 @@ class Bench:
 
     def _encode(self, side: int) -> EncodedPictures:
         pipeline = build_pipeline(self.sizes, resolution=side)
-        return encode_pictures(pipeline, OpenMojiSource(render_size=64), resolution=side)
+        source = OpenMojiSource(render_size=64)
+        samples = plan_samples(look_at_pictures(source), [(Size(side, side),)], names=source.names)
+        encoding = Encoding(vae=fingerprint(pipeline, VAE), text=fingerprint(pipeline, TEXT))
+        return encode_pictures(pipeline, source, samples, encoding=encoding, store=TensorStore(self.cache))
 
     def build(self, arm: str, *, side: int = SMALL, scaling: str = "none") -> SD3Transformer2DModel:
         """Build an arm's model with random weights, for pictures of a side in pixels."""
-        transformer = build_transformer(self.sizes, resolution=side, text_width=self.train.text.tokens.shape[-1])
+        transformer = build_transformer(self.sizes, resolution=side, text_width=self.train.empty.tokens.shape[-1])
         adapter = adapter_of(arm, scaling=scaling)
         if adapter is not None:
             mmpreproj.patch(transformer, adapter)
@@ -205,7 +214,7 @@ def main(
         print(summary(results))
         return
     folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(steps)
+    bench = Bench(steps, cache=folder / "cache")
     for arm, seed, rate in plan(arms, rates, seeds, results):
         result = bench.run(arm, seed=seed, rate=rate)
         results.append(result)

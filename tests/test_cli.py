@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import diffusers
@@ -23,10 +25,12 @@ from typer.testing import CliRunner
 import mmpreproj
 from mmpreproj import PointPathConfig, PreProjConfig
 from mmpreproj.cli import app
+from mmpreproj.cli.app import reports_errors
 from mmpreproj.pipelines import PreProjSD3Pipeline
 from mmpreproj.points import read_cloud, write_ply
 from mmpreproj.recipes.scratch import build_transformer
 from mmpreproj.training.config import ScratchModel
+from mmpreproj.training.stopping import TrainingStoppedError
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = typer.main.get_command(app).commands
@@ -259,6 +263,57 @@ def test_train_takes_overrides_and_says_where_the_result_is(config, tmp_path):
     again = invoke("train", config, "steps=1", "--overwrite", "data.held_out=0")
     assert again.exit_code == 0, again.output
     assert "held-out" not in again.stdout
+
+
+def test_train_goes_on_from_a_checkpoint(config, tmp_path):
+    assert invoke("train", config, "steps=3", "checkpoint_every=1", "keep_checkpoints=3").exit_code == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    again = invoke("train", config, "steps=3", "checkpoint_every=1", "keep_checkpoints=3", "--resume", "1")
+    assert again.exit_code == 0, again.output
+    gone_on = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in gone_on] == [json.loads(line)["loss"] for line in lines]
+    assert "no checkpoint '7' to go on from" in refused("train", config, "--resume", "7")
+
+
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_saves_and_ends_as_shells_expect(config, tmp_path, asked):
+    command = [sys.executable, "-m", "mmpreproj", "train", str(config), "steps=100000", "checkpoint_every=0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 2) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(asked)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + asked, said
+    assert f"mmpreproj: {asked.name} came and was heard" in said
+    assert "Traceback" not in said
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_a_run_that_another_process_stopped_ends_with_status_1():
+    @reports_errors
+    def stop():
+        raise TrainingStoppedError(1, 2, None, checkpoint=Path("step-000001"))
+
+    with pytest.raises(typer.Exit) as ended:
+        stop()
+    assert ended.value.exit_code == 1
+
+
+def test_a_dry_run_says_what_a_run_would_be_and_leaves_nothing(config, tmp_path):
+    result = invoke("train", config, "--dry-run", "optimizer.name=lion")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "ready"
+    for said in ("4 of 4 pictures", "3 trained on, 1 held out", "states of lion", "adapter: "):
+        assert said in result.stdout
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "cache").exists()
+    assert "optimizer.name: timm has no optimiser 'lino'" in refused(
+        "train", config, "--dry-run", "optimizer.name=lino"
+    )
+    assert "no checkpoint 'latest' to go on from" in refused("train", config, "--dry-run", "--resume", "latest")
 
 
 def test_train_generate_and_inspect_fit_together(config, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import tempfile
 import zipfile
@@ -12,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
-from PIL import Image
 
-from mmpreproj.data.pictures import UnreadablePictureError, open_picture
+from mmpreproj.data.pictures import UnreadablePictureError
 from mmpreproj.data.triplets import TripletSource
 from mmpreproj.points.clouds import UnreadableCloudError, read_cloud
 
@@ -74,14 +72,13 @@ class FurnitureSource(TripletSource):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.folder)!r})  # {len(self)} pieces of furniture"
 
-    def open(self, index: int) -> Image.Image:
-        """Decode one icon to RGB on white; see `PictureSource.open`."""
-        piece, name = self._pieces[index], self.names[index]
+    def read(self, index: int) -> bytes:
+        """Return one icon's file, a PNG; see `PictureSource.read`."""
+        piece = self._pieces[index]
         try:
-            icon = self._read(piece, piece.icon)
+            return self._member(piece, piece.icon)
         except ZIP_ERRORS as error:
-            raise UnreadablePictureError(name, f"{piece.icon} in {piece.file}: {error}") from error
-        return open_picture(io.BytesIO(icon), name)
+            raise UnreadablePictureError(self.names[index], f"{piece.icon} in {piece.file}: {error}") from error
 
     def cloud(self, index: int, count: int, *, features: int = 0, seed: int = 0) -> np.ndarray:
         """Sample one mesh uniformly by area, not normalised; see `TripletSource.cloud`.
@@ -91,7 +88,7 @@ class FurnitureSource(TripletSource):
         """
         piece, name = self._pieces[index], self.names[index]
         try:
-            mesh = self._read(piece, piece.model)
+            mesh = self._member(piece, piece.model)
         except ZIP_ERRORS as error:
             raise UnreadableCloudError(name, f"{piece.model} in {piece.file}: {error}") from error
         with tempfile.TemporaryDirectory() as scratch:
@@ -99,9 +96,9 @@ class FurnitureSource(TripletSource):
             path.write_bytes(mesh if piece.rotation is None else _turned(mesh, piece.rotation, name))
             return read_cloud(path, count=count, features=features, seed=seed, name=name)
 
-    def _read(self, piece: _Piece, member: str) -> bytes:
+    def _member(self, piece: _Piece, path: str) -> bytes:
         with zipfile.ZipFile(self.folder / piece.file) as archive:
-            return archive.read(member)
+            return archive.read(path)
 
 
 @dataclass(frozen=True)

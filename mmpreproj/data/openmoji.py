@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from importlib.resources import files
 
-from PIL import Image
-
-from mmpreproj.data.pictures import PictureSource, open_picture
+from mmpreproj.data.pictures import PictureSource
 
 SKIN_TONES = range(0x1F3FB, 0x1F400)
 FLAG_LETTERS = range(0x1F1E6, 0x1F200)  # regional indicators: country flags
@@ -62,11 +59,10 @@ class OpenMojiSource(PictureSource):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(render_size={self.render_size})  # {len(self)} pictures"
 
-    def open(self, index: int) -> Image.Image:
-        """Render one emoji as an RGB square of `render_size` pixels."""
+    def read(self, index: int) -> bytes:
+        """Render one emoji as a PNG, a square of `render_size` pixels; the same bytes each time."""
         svg = (self._folder / self.names[index]).read_text(encoding="utf-8")
-        png = self._render(svg, width=self.render_size, height=self.render_size, skip_system_fonts=True)
-        return open_picture(io.BytesIO(bytes(png)), self.names[index])
+        return bytes(self._render(svg, width=self.render_size, height=self.render_size, skip_system_fonts=True))
 
     def _distinct_drawings(self, name_by_emoji: dict[str, str]) -> dict[str, str]:
         """Map the file stem of each drawing that stays to its caption, in code point order."""

@@ -8,18 +8,23 @@ chairs/
 
 from __future__ import annotations
 
-import difflib
+import os
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from mmpreproj.data.folder import FolderSource, Row, count_of, inner_path, shortened
-from mmpreproj.data.pictures import PictureSource
+from mmpreproj.data.faults import OnError, count_of, settle
+from mmpreproj.data.folder import FolderSource
+from mmpreproj.data.listing import inner_path
+from mmpreproj.data.metadata import Row, Table, check_column
+from mmpreproj.data.pictures import PictureSource, SkippedPicture
 from mmpreproj.points.clouds import CLOUD_SUFFIXES, read_cloud
 
 
+@runtime_checkable
 class TripletSource(PictureSource, Protocol):
     """Captioned pictures, each of which may have a point cloud, read only when asked for.
 
@@ -63,24 +68,34 @@ class TripletFolderSource(FolderSource, TripletSource):
         folder: the folder that holds the metadata file.
         caption_column: the metadata column with the captions.
         points_column: the metadata column with the clouds' paths.
+        on_error: as for `FolderSource`. A picture whose cloud cannot be used stays with "skip", without the cloud.
 
     Attributes:
         folder: as given, with `~` expanded.
         captions: one caption a picture, in the order of the metadata.
         names: the pictures' paths, relative to the folder.
-        unlisted: number of picture files in the folder that the metadata does not mention, and that are ignored.
+        unlisted: number of picture files in the folder that no row in use mentions, and that are ignored.
+        faults: the rows that were left out, or lost their cloud, by file and line, each with the reason.
         points_column: as given.
         clouds: the clouds' paths, relative to the folder; None where a row has no cloud.
         has_cloud: for each picture, whether there is a cloud to read.
 
     Raises:
-        FileNotFoundError: if the folder, its pictures, its metadata or a listed file do not exist.
+        FileNotFoundError: if the folder, its pictures or its metadata do not exist.
         ValueError: if the metadata is ambiguous, broken, or incomplete, or gives not one cloud.
     """
 
-    def __init__(self, folder: str | Path, caption_column: str = "text", points_column: str = "points") -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        caption_column: str = "text",
+        points_column: str = "points",
+        *,
+        on_error: OnError = "raise",
+    ) -> None:
         self.points_column = points_column
-        super().__init__(folder, caption_column)
+        self._more_columns = (points_column,)
+        super().__init__(folder, caption_column, on_error=on_error)
 
     def __repr__(self) -> str:
         clouds = count_of(sum(self.has_cloud), "cloud")
@@ -99,60 +114,46 @@ class TripletFolderSource(FolderSource, TripletSource):
             )
         return read_cloud(self.folder / name, count=count, features=features, seed=seed, name=name)
 
-    def _take_more(self, rows: Sequence[Row], metadata: Path) -> None:
-        _check_column(rows, metadata, self.points_column)
-        self.clouds = [_cloud_path(row, metadata, self.points_column) for row in rows]
+    def _take_more(self, table: Table, faults: list[SkippedPicture]) -> None:
+        check_column(
+            table.columns,
+            self.points_column,
+            where=str(table.path),
+            content="paths of the clouds",
+            argument="points_column",
+        )
+        self.clouds: list[str | None] = []
+        for row in table.rows:
+            try:
+                self.clouds.append(_cloud_path(row, self.folder, self.points_column))
+            except ValueError as error:
+                self.clouds.append(None)
+                faults.append(SkippedPicture(row.place, str(error)))
         self.has_cloud = [cloud is not None for cloud in self.clouds]
-        if not any(self.has_cloud):
+        if table.rows and not any(self.has_cloud):
+            settle(faults, "raise", where=str(self.folder), usable=0)
             raise ValueError(
-                f"{metadata} leaves {self.points_column!r} empty in every row; "
+                f"{table.path} leaves {self.points_column!r} empty in every row; "
                 "give the clouds' paths, or use FolderSource for pictures without clouds"
             )
-        _check_files([(row.line, cloud) for row, cloud in zip(rows, self.clouds, strict=True) if cloud], metadata)
 
 
-def _check_column(rows: Sequence[Row], metadata: Path, column: str) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row.fields))
-    if column in columns:
-        return
-    near = difflib.get_close_matches(column, columns, n=1)
-    way_out = (
-        f"the nearest is {near[0]!r}: pass it as points_column" if near else "add it, or name another as points_column"
-    )
-    raise ValueError(
-        f"{metadata} has no column {column!r} with the paths of the clouds, only {', '.join(map(repr, columns))}; "
-        f"{way_out}"
-    )
+def _cloud_path(row: Row, folder: Path, column: str) -> str | None:
+    """Return the path a row gives, normalised, or None where it gives none.
 
-
-def _cloud_path(row: Row, metadata: Path, column: str) -> str | None:
-    """Return the path a row gives, normalised, or None where it gives none."""
+    Raises:
+        ValueError: with the reason, if it is no path of a cloud in the folder.
+    """
     path = row.fields.get(column)
     if path is None or path == "":
         return None
     if not isinstance(path, str) or not path.strip():
         raise ValueError(
-            f"{metadata}, line {row.line}: {column} is {path!r}; expected the path of a cloud relative to "
-            f"{metadata.parent}, or nothing for a picture without one"
+            f"{column!r} is {reprlib.repr(path)}, expected the path of a cloud, or nothing for a picture without one"
         )
-    return inner_path(path, column, row, metadata)
-
-
-def _check_files(clouds: Sequence[tuple[int, str]], metadata: Path) -> None:
-    """Check that each cloud, with the line that lists it, is of a known kind and there."""
-    foreign = [_place(*cloud) for cloud in clouds if PurePosixPath(cloud[1]).suffix.lower() not in CLOUD_SUFFIXES]
-    if foreign:
-        raise ValueError(
-            f"{metadata} lists {count_of(len(foreign), 'cloud')} of no known kind: "
-            f"{shortened(foreign, len(foreign))}; expected {', '.join(CLOUD_SUFFIXES)}"
-        )
-    missing = [_place(*cloud) for cloud in clouds if not (metadata.parent / cloud[1]).is_file()]
-    if missing:
-        raise FileNotFoundError(
-            f"{metadata} lists {count_of(len(missing), 'cloud')} that {metadata.parent} does not hold: "
-            f"{shortened(missing, len(missing))}; add the files or empty their cells"
-        )
-
-
-def _place(line: int, name: str) -> str:
-    return f"line {line} ({name!r})"
+    path = inner_path(path)
+    if PurePosixPath(path).suffix.lower() not in CLOUD_SUFFIXES:
+        raise ValueError(f"{path!r} is no cloud, expected one of {', '.join(CLOUD_SUFFIXES)}")
+    if not os.path.isfile(folder / path):
+        raise ValueError(f"the cloud {path!r} is not in the folder")
+    return path

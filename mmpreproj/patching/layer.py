@@ -36,7 +36,12 @@ class AttentionAdapter(nn.Module):
         heads: number of attention heads H.
         device: where the weights are made.
         dtype: dtype of the weights.
+
+    Attributes:
+        text_length: longest text, in tokens, that the adapter was trained with; None where nothing says.
     """
+
+    text_length: int | None = None
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import nn
 
 from mmpreproj.patching.control import disable, is_enabled, scales, set_scale
-from mmpreproj.patching.files.format import CONFIG_NAME, WEIGHTS_NAME
+from mmpreproj.patching.files.format import CONFIG_NAME, WEIGHTS_NAME, read_config
 from mmpreproj.patching.files.storage import load, save
 from mmpreproj.patching.integrity import noted_adapters
 from mmpreproj.patching.lifecycle import unpatch
@@ -123,6 +123,19 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
         raise
 
 
+def saved_length(folder: Path) -> int | None:
+    """Return the largest `max_sequence_length` of the adapters that `save_adapters` wrote; None where none has one.
+
+    Raises:
+        FileNotFoundError: if an adapter lacks its config.
+        ValueError: if one is damaged, or the list of them is.
+    """
+    listed = (folder / LIST_NAME).is_file()
+    folders = [folder / name for name in read_list(folder)] if listed else [folder] if _has_files(folder) else []
+    lengths = [read_config(place).max_sequence_length for place in folders]
+    return max((length for length in lengths if length is not None), default=None)
+
+
 def check_upload(folder: Path, repo_id: str, *, subfolder: str | None = None, token: str | None = None) -> None:
     """Refuse to upload a pipeline's folder where the hub's adapters would be taken for its own.
 
@@ -148,7 +161,7 @@ def check_upload(folder: Path, repo_id: str, *, subfolder: str | None = None, to
 
 def _fetch_adapter(repo_id: str, components: Mapping[str, Any]) -> Path | None:
     """Return the snapshot that a hub pipeline was loaded from, with its adapter, if it has one, in it."""
-    snapshot = _snapshot_of(repo_id, components)
+    snapshot = snapshot_of(repo_id, components)
     if snapshot is None:
         logger.warning(
             "No component was loaded from %s itself, so its adapter, if it has one, was not looked for. "
@@ -178,7 +191,7 @@ def _fetch_adapter(repo_id: str, components: Mapping[str, Any]) -> Path | None:
     return Path(found)
 
 
-def _snapshot_of(repo_id: str, components: Mapping[str, Any]) -> Path | None:
+def snapshot_of(repo_id: str, components: Mapping[str, Any]) -> Path | None:
     """Find the hub snapshot that components were loaded from, by where they say they came from."""
     for name, component in components.items():
         settings = getattr(component, "config", None)

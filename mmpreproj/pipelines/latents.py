@@ -32,6 +32,28 @@ def encode_pixels(vae: Any, pixels: Tensor, *, generator: torch.Generator | None
     return latents
 
 
+def encode_posterior(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Encode pixels `[B, 3, H, W]` in [-1, 1] into the posterior of latents, shifted and scaled as they are used.
+
+    Returns:
+        Its mean and its standard deviation, `[B, C, H / f, W / f]` each, in the VAE's dtype; the latter is None for an
+        `AutoencoderTiny`, which has none.
+
+    Raises:
+        ValueError: if they are not finite.
+    """
+    scale, shift = scale_and_shift(vae)
+    encoded = vae.encode(_to_vae(vae, pixels))
+    posterior = getattr(encoded, "latent_dist", None)
+    mean, deviation = (encoded.latents, None) if posterior is None else (posterior.mean, posterior.std * scale)
+    mean = (mean - shift) * scale  # [B, C, H / f, W / f]
+    cause = f"the VAE ran in {vae.dtype}; try vae.to(torch.float32)"
+    check_finite(mean, "latents after encoding", cause)
+    if deviation is not None:
+        check_finite(deviation, "standard deviations of latents", cause)
+    return mean, deviation
+
+
 def decode_to_pixels(vae: Any, latents: Tensor) -> Tensor:
     """Decode latents `[B, C, H / f, W / f]` into pixels `[B, 3, H, W]`, about in [-1, 1] and not clipped.
 

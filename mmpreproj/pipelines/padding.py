@@ -18,7 +18,7 @@ def prompt_mask(
     prompt_2: str | Sequence[str] | None = None,
     prompt_3: str | Sequence[str] | None = None,
     *,
-    max_sequence_length: int = 256,
+    max_sequence_length: int | None = None,
 ) -> Tensor:
     """Tell text from padding in what a pipeline's `encode_prompt` makes of prompts.
 
@@ -30,12 +30,13 @@ def prompt_mask(
         prompt: B prompts.
         prompt_2: those of the second CLIP encoder, if they are others.
         prompt_3: those of T5, if they are others.
-        max_sequence_length: as given to `encode_prompt`.
+        max_sequence_length: as given to `encode_prompt`; None for the pipeline's own.
 
     Returns:
         Truth values `[B, L]`, true at text.
     """
     prompts = _as_list(prompt)
+    max_sequence_length = pipe.max_sequence_length if max_sequence_length is None else max_sequence_length
     if pipe.uses_generic_text_encoder:
         length = sequence_length(pipe.text_encoder, pipe.tokenizer, max_sequence_length=max_sequence_length)
         return _text_places(pipe.tokenizer, prompts, length)

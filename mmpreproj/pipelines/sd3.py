@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from diffusers.configuration_utils import FrozenDict
@@ -43,49 +42,18 @@ from mmpreproj.pipelines.adapter_folder import (
     load_adapters,
     remove_adapters,
     save_adapters,
+    saved_length,
 )
 from mmpreproj.pipelines.clouds import clouds_of_call
-from mmpreproj.pipelines.latents import check_finite, decode_to_pixels, encode_pixels
+from mmpreproj.pipelines.latents import check_finite, decode_to_pixels, encode_pixels, encode_posterior
+from mmpreproj.pipelines.length import LENGTH_KEY, default_length, stored_length
 from mmpreproj.pipelines.origin import AdapterOrigin
 from mmpreproj.pipelines.padding import mask_of_call, prompt_mask
 from mmpreproj.pipelines.prompts import check_clip_encoders, encode_generically
+from mmpreproj.pipelines.signatures import LENGTH, hide_defaults, signature_of
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 _AS_THEY_ARE: Any = object()  # in place of a dtype
-
-_Init = TypeVar("_Init", bound=Callable[..., None])
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _hide_defaults(init: _Init) -> _Init:
-    """Show an `__init__` to `inspect.signature` without its defaults.
-
-    `DiffusionPipeline.from_pretrained(custom_pipeline=…)` reads from the signature which components a caller may pass.
-    One with a default it takes for a plain option, unless *DiffusionPipeline's own* list of optional components names
-    it; then `vae=…` or `text_encoder_3=None` would be overridden by what the folder holds.
-    """
-    signature = inspect.signature(init)
-    bare = [parameter.replace(default=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-    init.__signature__ = signature.replace(parameters=bare)  # type: ignore[attr-defined]
-    return init
-
-
-def _signature_of(parent: Callable[..., Any], *further: str) -> Callable[[_Method], _Method]:
-    """Show a method to `inspect.signature`, and so to callers and diffusers, with its parent's signature.
-
-    Args:
-        parent: the method whose arguments it takes.
-        further: keyword arguments that it takes besides, None by default.
-    """
-    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in further]
-    signature = inspect.signature(parent)
-
-    def show(method: _Method) -> _Method:
-        shown: Any = functools.wraps(parent, assigned=())(method)
-        shown.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *own])
-        return cast(_Method, shown)
-
-    return show
 
 
 class PreProjSD3Pipeline(StableDiffusion3Pipeline):
@@ -100,6 +68,8 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
       `mmpreproj.pipelines.text.encode_text`; its width must be the transformer's `joint_attention_dim` and
       `pooled_projection_dim`. The prompt length is the tokenizer's `model_max_length`, which is saved with the model.
     - Without a text encoder, pass `prompt_embeds` and `pooled_prompt_embeds`.
+    - Where a call gives no `max_sequence_length`, texts are as long as in training, if that is stored with the adapter
+      or the model; see the property of that name.
 
     Args:
         transformer: patched or not.
@@ -135,8 +105,9 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
     text_encoder_3: Any
 
     _adapter_origin: AdapterOrigin | None = None
+    _adapter_length: int | None = None  # of texts, in the folder; asked where the transformer was left out
 
-    @_hide_defaults
+    @hide_defaults
     def __init__(
         self,
         transformer: SD3Transformer2DModel,
@@ -170,14 +141,14 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
             self.image_processor = VaeImageProcessor(vae_scale_factor=1)
 
     @torch.no_grad()
-    @_signature_of(StableDiffusion3Pipeline.__call__, "point_cloud")
+    @signature_of(StableDiffusion3Pipeline.__call__, "point_cloud")
     def __call__(
         self, *args: Any, point_cloud: Any = None, **kwargs: Any
     ) -> StableDiffusion3PipelineOutput | tuple[Any]:
         """Generate pictures; the arguments are those of `StableDiffusion3Pipeline.__call__`, and one more.
 
         Args:
-            args: those of the parent.
+            args: those of the parent; `max_sequence_length` is the pipeline's own by default.
             point_cloud: what the picture is to show, for a transformer with a point path: a cloud `[P, 3 + F]` for all
                 prompts, or one for each, as an array, a tensor or, where they differ in size, a list. Of more points
                 than the model was trained to be shown, that many are drawn, the same ones every time. Guidance leads
@@ -191,8 +162,7 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
                 were replaced, or another transformer has taken the place of the one that it was loaded onto; or if it
                 masks padding, and embeddings are given without `joint_attention_kwargs={"attention_mask": …}`.
         """
-        call = inspect.signature(StableDiffusion3Pipeline.__call__).bind(self, *args, **kwargs)
-        call.apply_defaults()
+        call = self._bind(StableDiffusion3Pipeline.__call__, args, kwargs)
         output_type, return_dict = call.arguments["output_type"], call.arguments["return_dict"]
         self._check_adapter()
         self._check_output_type(output_type)
@@ -214,12 +184,12 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         prompt_2: str | list[str] | None = None,
         prompt_3: str | list[str] | None = None,
         *,
-        max_sequence_length: int = 256,
+        max_sequence_length: int | None = None,
     ) -> Tensor:
         """Tell text from padding in what `encode_prompt` makes of B prompts: truth values `[B, L]`, true at text.
 
         For `joint_attention_kwargs={"attention_mask": …}` of a transformer whose adapter has positions or
-        `mask_padding`.
+        `mask_padding`. The length is the pipeline's own by default, as `encode_prompt`'s is.
 
         Raises:
             ValueError: if there is no text encoder for a prompt.
@@ -244,10 +214,28 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         Raises:
             ValueError: if the pixels have another shape, or the latents are not finite.
         """
+        self._check_pixels(pixels)
+        return pixels if self.vae is None else encode_pixels(self.vae, pixels, generator=generator)
+
+    def encode_posterior(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Encode pictures into the mean and the standard deviation of their latents, to be sampled later.
+
+        Args:
+            pixels: `[B, 3, H, W]` in [-1, 1]; on the VAE's device unless the VAE is offloaded.
+
+        Returns:
+            Two tensors in the shape and the units of `encode_latents`; the second is None without an `AutoencoderKL`.
+
+        Raises:
+            ValueError: if the pixels have another shape, or the latents are not finite.
+        """
+        self._check_pixels(pixels)
+        return (pixels, None) if self.vae is None else encode_posterior(self.vae, pixels)
+
+    def _check_pixels(self, pixels: Tensor) -> None:
         channels = self.transformer.config.in_channels if self.vae is None else self.vae.config.get("in_channels", 3)
         if pixels.ndim != 4 or pixels.shape[1] != channels:
             raise ValueError(f"pixels must have the shape [B, {channels}, H, W]; got {list(pixels.shape)}")
-        return pixels if self.vae is None else encode_pixels(self.vae, pixels, generator=generator)
 
     def decode_latents(self, latents: Tensor) -> Tensor:
         """Decode latents into pictures.
@@ -274,9 +262,21 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         """Whether prompts go through one generic transformer rather than two CLIP encoders and T5."""
         return self.text_encoder is not None and not isinstance(unwrap(self.text_encoder), CLIPTextModelWithProjection)
 
-    @_signature_of(StableDiffusion3Pipeline.encode_prompt)
+    @property
+    def max_sequence_length(self) -> int:
+        """Longest text of T5, in tokens, where a call gives none.
+
+        It is the one that the transformer's adapters were trained with, of several the largest, whether they are
+        switched on or not; else the one that is stored in `model_index.json`; else diffusers' 256. A generic encoder's
+        tokenizer cuts it to its `model_max_length`.
+        """
+        return default_length(self)
+
+    @signature_of(StableDiffusion3Pipeline.encode_prompt)
     def encode_prompt(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Encode prompts; arguments and results are those of `StableDiffusion3Pipeline.encode_prompt`.
+
+        `max_sequence_length` is the pipeline's own by default.
 
         Returns:
             Embeddings `[B, L, D]` of prompt and negative prompt, then the pooled ones `[B, P]` of both, B counting
@@ -286,8 +286,7 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
             TypeError: if a negative prompt does not match its prompt.
             ValueError: if there is no text encoder for a prompt, or an argument has no use for the one there is.
         """
-        call = inspect.signature(StableDiffusion3Pipeline.encode_prompt).bind(self, *args, **kwargs)
-        call.apply_defaults()
+        call = self._bind(StableDiffusion3Pipeline.encode_prompt, args, kwargs)
         given = call.arguments
         guided = given["do_classifier_free_guidance"]
         if given["prompt_embeds"] is None or (guided and given["negative_prompt_embeds"] is None):
@@ -296,7 +295,7 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
             check_clip_encoders(self)
         return super().encode_prompt(*call.args[1:], **call.kwargs)
 
-    @_signature_of(StableDiffusion3Pipeline.save_pretrained)
+    @signature_of(StableDiffusion3Pipeline.save_pretrained)
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save a stock Stable Diffusion 3 folder, and the adapters, where there are any, in its `preproj/`.
 
@@ -354,7 +353,8 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
 
         Raises:
             FileNotFoundError: if the folder's adapter lacks a file.
-            ValueError: if it is damaged, was made for another base, or cannot be fetched from the hub.
+            ValueError: if it is damaged, was made for another base, or cannot be fetched from the hub; or if the
+                length of texts in `model_index.json` is none.
         """
         # The seam that every way of loading passes. `DiffusionPipeline.from_pretrained(custom_pipeline=…)` never calls
         # our from_pretrained; it makes the pipeline from its components and then, as its last act and with nothing
@@ -362,11 +362,16 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         # `PreProjSD3Pipeline(**components)` must leave its components alone.
         super().register_to_config(**kwargs)
         source = kwargs.get("_name_or_path")
+        length = None if source is None else stored_length(source, self.components)
+        if length is not None:
+            super().register_to_config(**{LENGTH_KEY: length})
         if source is not None and (self.transformer is None or not is_patched(self.transformer)):
             folder = find_adapter(source, self.components)
             if folder is not None:
                 if self.transformer is not None:  # left out, as one does to encode prompts alone
                     load_adapters(self.transformer, folder)
+                else:
+                    self._adapter_length = saved_length(folder)
                 self._adapter_origin = AdapterOrigin(self.transformer, folder)
 
     def to_json_string(self) -> str:
@@ -404,6 +409,16 @@ class PreProjSD3Pipeline(StableDiffusion3Pipeline):
         wanted = attention.get(MASK) is None and masks_padding(self.transformer, now=given["prompt"] is None)
         if wanted and (given["prompt_embeds"] is not None or isinstance(given["prompt"], (str, list))):
             given["joint_attention_kwargs"] = {**attention, PADDING: mask_of_call(self, given)}
+
+    def _bind(
+        self, parent: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> inspect.BoundArguments:
+        """Name the arguments of a call as the parent's method does, and give it what was left out."""
+        call = inspect.signature(parent).bind(self, *args, **kwargs)
+        if call.arguments.get(LENGTH) is None:
+            call.arguments[LENGTH] = self.max_sequence_length
+        call.apply_defaults()
+        return call
 
     def _check_adapter(self) -> None:
         check_intact(self.transformer)

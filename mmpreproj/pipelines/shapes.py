@@ -54,7 +54,7 @@ class PreProjShapePipeline(PreProjSD3Pipeline):
         noise: Tensor | None = None,
         pooled_prompt_embeds: Tensor | None = None,
         negative_pooled_prompt_embeds: Tensor | None = None,
-        max_sequence_length: int = 256,
+        max_sequence_length: int | None = None,
         output_type: str = "np",
         return_dict: bool = True,
     ) -> ShapePipelineOutput | tuple[np.ndarray | Tensor]:
@@ -71,7 +71,7 @@ class PreProjShapePipeline(PreProjSD3Pipeline):
             noise: `[B, P, 3 + F]` to start from, instead of a generator.
             pooled_prompt_embeds: pooled text embeddings `[B, D_pooled]`, instead of prompts.
             negative_pooled_prompt_embeds: the same of the negative prompts; needed with guidance.
-            max_sequence_length: longest text, in tokens, of T5.
+            max_sequence_length: longest text, in tokens, of T5; None as in `PreProjSD3Pipeline`.
             output_type: `"np"`, an array, or `"pt"`, a tensor on the device.
             return_dict: whether to return a `ShapePipelineOutput` rather than a tuple.
 
@@ -135,7 +135,7 @@ class PreProjShapePipeline(PreProjSD3Pipeline):
         *,
         guided: bool,
         copies: int,
-        max_sequence_length: int,
+        max_sequence_length: int | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return pooled embeddings `[B, D_pooled]` of prompts, and with guidance of negative ones, a row a cloud."""
         if pooled is None:

@@ -40,19 +40,23 @@ def open_pipeline(model: str, *, dtype: torch.dtype) -> PreProjSD3Pipeline:
         raise FileNotFoundError(f"no model at {model!r}: no such folder here, and on the hub: {reason}") from error
 
 
-def load_pipeline(model: str, *, adapter: str | None = None, dtype: torch.dtype = torch.float32) -> PreProjSD3Pipeline:
-    """Load a pipeline, and an adapter onto it.
+def load_pipeline(
+    model: str, *, adapter: str | None = None, lora: str | None = None, dtype: torch.dtype = torch.float32
+) -> PreProjSD3Pipeline:
+    """Load a pipeline, and an adapter and a LoRA onto it.
 
     Args:
         model: a pipeline's folder or hub id; or an adapter's folder, whose base is then loaded from where its
             `adapter_config.json` says.
         adapter: an adapter's folder or hub id, or the `preproj/` of a pipeline with several; it takes the place of
             those that `model` may carry.
+        lora: a LoRA's folder, file or hub id, in the form that diffusers reads.
         dtype: of the weights.
 
     Raises:
         FileNotFoundError: if there is neither a pipeline nor an adapter at `model`.
-        ValueError: if the adapter does not say where its base is, or was made for another base.
+        ValueError: if the adapter does not say where its base is, or was made for another base; or if the LoRA has
+            nothing for this transformer.
     """
     folder = Path(model)
     several = (folder / LIST_NAME).is_file()
@@ -73,7 +77,18 @@ def load_pipeline(model: str, *, adapter: str | None = None, dtype: torch.dtype 
             load_adapters(pipeline.transformer, Path(adapter))
         else:
             load(pipeline.transformer, adapter)
+    if lora is not None:
+        _load_lora(pipeline, lora)
     return pipeline
+
+
+def _load_lora(pipeline: PreProjSD3Pipeline, lora: str) -> None:
+    try:
+        pipeline.load_lora_weights(lora)
+    except OSError as error:
+        raise FileNotFoundError(f"no LoRA at {lora!r}: {str(error).splitlines()[0]}") from error
+    if not getattr(pipeline.transformer, "peft_config", None):
+        raise ValueError(f"the LoRA in {lora} has nothing for this transformer; it was made for another model")
 
 
 def _base_of(folder: Path) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Literal
 
 from mmpreproj.patching.files.format import CONFIG_NAME
-from mmpreproj.training.checkpoints import checkpoints
+from mmpreproj.training.checkpoints import checkpoint_folders
 from mmpreproj.training.config import ConfigError, TrainConfig
+from mmpreproj.training.weights import LORA
 
 RECORDS = ("config.yaml", "metrics.jsonl", "loss.png", "profile.png", "grid.png", "report.md")
+PREVIEWS = ("pictures", "shapes")
+RESULTS = ("model", "adapter", LORA, "tensorboard")
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
@@ -23,7 +27,7 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"output: {folder} is a file; name a folder")
     if (folder / "previews").is_file():
         raise ConfigError(f"output: {folder / 'previews'} is a file, and a run keeps a folder there; choose another")
-    for path in (folder / "model", folder / "adapter"):
+    for path in (folder / name for name in RESULTS):
         if path.exists() and not _is_result(path):
             raise ConfigError(f"output: {path} was not written by a run, and this one would; choose another folder")
     records = (*(folder / name for name in RECORDS), *_previews(folder))
@@ -54,30 +58,42 @@ def check_inputs_survive(config: TrainConfig) -> None:
     Raises:
         ConfigError: if the model or the pictures are among the results in `config.output`.
     """
-    inputs = {"model": config.model, "data.folder": config.data.folder}
-    for field_name, value in inputs.items():
-        if isinstance(value, (str, Path)) and Path(value).exists():
-            place = Path(value).resolve()
-            for result in (path.resolve() for path in _results(config.output)):
-                if place == result or result in place.parents:
-                    raise ConfigError(
-                        f"{field_name}: {value} would be replaced by this run, which writes to {config.output}; "
-                        "choose another output"
-                    )
+    results = [path.resolve() for path in _results(config.output)]
+    for field_name, value in _places(config).items():
+        place = Path(value).expanduser().resolve()
+        if place.exists() and any(result == place or result in place.parents for result in results):
+            raise ConfigError(
+                f"{field_name}: {value} would be replaced by this run, which writes to {config.output}; "
+                "choose another output"
+            )
+
+
+def _places(config: TrainConfig) -> dict[str, str | Path]:
+    """List what a run reads from this disk, or may, by the setting that names it."""
+    places: dict[str, str | Path] = {"model": config.model} if isinstance(config.model, str) else {}
+    if config.data.cache is not None:
+        places["data.cache"] = config.data.cache
+    for number, part in enumerate(config.data.sources):
+        prefix = f"data.mix.{number}" if config.data.mix else "data"
+        several = {"shards": part.shards, "data_files": part.data_files}
+        named = {"folder": part.folder, "dataset": part.dataset}
+        places |= {f"{prefix}.{key}": value for key, value in named.items() if value is not None}
+        places |= {f"{prefix}.{key}": value for key, values in several.items() for value in values}
+    return places
 
 
 def clear_output(folder: Path) -> None:
     """Make the folder, and remove what an earlier run left in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in _results(folder):
+    for path in reversed(_results(folder)):  # checkpoints first, which nothing must go on from any more
         shutil.rmtree(path, ignore_errors=True)
     for path in (*(folder / name for name in RECORDS), *_previews(folder)):
         path.unlink(missing_ok=True)
 
 
-def preview_path(folder: Path, step: int) -> Path:
+def preview_path(folder: Path, step: int, *, kind: Literal["shapes", "pictures"]) -> Path:
     """Name the picture of what a model in training makes at a step, and make its folder."""
-    path = folder / "previews" / f"step-{step:06d}.png"
+    path = folder / "previews" / f"{kind}-{step:06d}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -85,12 +101,19 @@ def preview_path(folder: Path, step: int) -> Path:
 def _is_result(path: Path) -> bool:
     if not path.is_dir():
         return False
-    return any((path / name).is_file() for name in ("model_index.json", CONFIG_NAME)) or not any(path.iterdir())
+    marks = ("model_index.json", CONFIG_NAME, "pytorch_lora_weights.safetensors", "events.out.tfevents.*")
+    return any(any(path.glob(mark)) for mark in marks) or not any(path.iterdir())
 
 
 def _previews(folder: Path) -> list[Path]:
-    return sorted((folder / "previews").glob("step-*.png"))
+    return sorted(path for kind in PREVIEWS for path in (folder / "previews").glob(f"{kind}-[0-9]*.png"))
 
 
 def _results(folder: Path) -> list[Path]:
-    return [folder / "model", folder / "adapter", *checkpoints(folder / "checkpoints")]
+    return [
+        folder / "model",
+        folder / "adapter",
+        folder / LORA,
+        folder / "tensorboard",
+        *checkpoint_folders(folder / "checkpoints"),
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,34 +13,47 @@ from mmpreproj.patching.lifecycle import patch
 from mmpreproj.patching.lookup import adapters, family_of, is_patched, parameters
 from mmpreproj.patching.positions.life import settle_positions
 from mmpreproj.patching.report import report
+from mmpreproj.patching.text_length import set_text_length
 from mmpreproj.pipelines.latents import largest_side
+from mmpreproj.pipelines.length import LENGTH_KEY
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 from mmpreproj.recipes.loading import open_pipeline
-from mmpreproj.recipes.progress import Reporter
 from mmpreproj.recipes.scratch import build_pipeline
 from mmpreproj.training.config import ConfigError, ScratchModel, TrainConfig
-from mmpreproj.training.optimisation import check_strength
+from mmpreproj.training.lora import inject_lora, lora_parameters
+from mmpreproj.training.trainable import check_strength
+from mmpreproj.training.weights import trains_base
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def prepare_pipeline(config: TrainConfig, reporter: Reporter) -> PreProjSD3Pipeline:
-    """Load or build the pipeline and patch its transformer.
+def open_base(config: TrainConfig) -> PreProjSD3Pipeline:
+    """Load or build the pipeline that a run trains, with the adapter it may carry."""
+    if isinstance(config.model, ScratchModel):
+        return build_pipeline(config.model, resolution=config.data.resolution)
+    return open_pipeline(config.model, dtype=base_dtype(config))
+
+
+def base_dtype(config: TrainConfig) -> torch.dtype:
+    """Say which dtype the base is loaded in: that of the autocast where it is frozen, else fp32."""
+    return DTYPES[config.precision] if config.mode == "probe" else torch.float32
+
+
+def prepare_pipeline(
+    pipeline: PreProjSD3Pipeline, config: TrainConfig, *, say: Callable[[str], None] = lambda line: None
+) -> None:
+    """Check a pipeline against a configuration, and put on its transformer what the run trains.
+
+    Args:
+        pipeline: as `open_base` gives it; it may be without weights.
+        config: the run's settings.
+        say: told what was put on.
 
     Raises:
         ConfigError: if the picture size does not fit, or the model carries an adapter of another configuration.
     """
-    if isinstance(config.model, ScratchModel):
-        pipeline = build_pipeline(config.model, resolution=config.data.resolution)
-    else:
-        dtype = DTYPES[config.precision] if config.mode == "probe" else torch.float32
-        pipeline = open_pipeline(config.model, dtype=dtype)
     multiple = pipeline.vae_scale_factor * pipeline.transformer.config.patch_size
-    if config.data.resolution % multiple:
-        raise ConfigError(
-            f"data.resolution: {config.data.resolution} pixels cannot be cut into patches; this model takes multiples "
-            f"of {multiple}"
-        )
+    _check_sides(config, multiple)
     if config.adapter is None and is_patched(pipeline.transformer):
         raise ConfigError(
             f"adapter: null trains a stock model, but the model in {config.model} carries an adapter; give the "
@@ -48,22 +62,42 @@ def prepare_pipeline(config: TrainConfig, reporter: Reporter) -> PreProjSD3Pipel
     if config.adapter is not None:
         _check_strength(pipeline, config)
         adapter = _with_base_size(config.adapter, patches=config.data.resolution // multiple)
-        continued = _patch_or_continue(pipeline, config, adapter)
-        if continued:
-            reporter.say(f"training on the adapter that the model in {config.model} carries")
+        if _patch_or_continue(pipeline, config, adapter):
+            say(f"training on the adapter that the model in {config.model} carries")
         first, *others = str(report(pipeline.transformer)).splitlines()
         for line in (first, *(other for other in others if other.startswith(("  positions", "  padding")))):
-            reporter.say(line)
+            say(line)
+    if config.lora is not None:
+        inject_lora(pipeline.transformer, config.lora)
+        count = sum(parameter.numel() for parameter in lora_parameters(pipeline.transformer))
+        say(f"LoRA of rank {config.lora.rank}: {count:,} parameters")
     _check_positions(pipeline, config)
-    return pipeline
+    _note_length(pipeline, config)
+
+
+def _check_sides(config: TrainConfig, multiple: int) -> None:
+    for side in config.data.resolutions:
+        if side % multiple:
+            field = "resolution" if side == config.data.resolution else "more_resolutions"
+            raise ConfigError(
+                f"data.{field}: {side} pixels cannot be cut into patches; this model takes multiples of {multiple}"
+            )
+
+
+def _note_length(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
+    """Keep the length of texts with what the run saves; of a LoRA alone, `config.yaml` is all that keeps it."""
+    if is_patched(pipeline.transformer):
+        set_text_length(pipeline.transformer, config.max_sequence_length)
+    if trains_base(config):
+        pipeline.register_to_config(**{LENGTH_KEY: config.max_sequence_length})
 
 
 def _check_positions(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
     largest = largest_side(pipeline.transformer, vae_scale_factor=pipeline.vae_scale_factor)
-    if config.data.resolution > largest:
+    if max(config.data.resolutions) > largest:
         raise ConfigError(
-            f"data.resolution: {config.data.resolution} pixels are more than this model has positions for; it takes "
-            f"{largest} at most"
+            f"data.resolution: {max(config.data.resolutions)} pixels are more than this model has positions for; "
+            f"it takes {largest} at most"
         )
 
 
@@ -127,7 +161,8 @@ def _check_absolute(config: TrainConfig, adapter: PreProjConfig) -> None:
 
 def _check_weights(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
     """Refuse an adapter with nothing to train before anything is encoded."""
-    if config.mode == "probe" and not any(True for _ in parameters(pipeline.transformer)):
+    alone = config.mode == "probe" and config.lora is None and not config.thaw
+    if alone and not any(True for _ in parameters(pipeline.transformer)):
         raise ConfigError(
             "adapter: has no weights, and mode 'probe' trains them alone: pre_projection and skip are off and its "
             "positions are whole from the start; set positions.start: identity, or mode: full"

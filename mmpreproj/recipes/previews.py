@@ -38,7 +38,7 @@ def choose_previews(trained: EncodedPictures, held_out: EncodedPictures, *, coun
         places = {caption: place for place, caption in enumerate(pictures.captions) if flags and flags[place]}
         captions, some = sorted(places), min(wanted, len(places))
         for caption in (captions[number * len(captions) // some] for number in range(some)):
-            pooled = pictures.text.pooled[pictures.text_index[places[caption]]]
+            pooled = pictures.text.read(int(pictures.text_index[places[caption]]))["pooled"]
             chosen.append(Preview(f"{caption} ({kind})", pooled))
     return chosen
 
@@ -63,7 +63,8 @@ def draw_previews(pipeline: PreProjSD3Pipeline, previews: Sequence[Preview], pat
         labels = [preview.label for preview in previews]
         groups = [list(clouds[place : place + COUNT]) for place in range(0, len(clouds), COUNT)]
         draw_clouds_grid(list(zip(labels, groups, strict=True)), path)
-    except (ValueError, RuntimeError) as error:  # a model that has learned nothing yet may make what cannot be drawn
+    # A model that has learned nothing yet may make what cannot be drawn, and a disk may be full.
+    except (ValueError, RuntimeError, OSError) as error:
         return str(error)
     finally:
         transformer.train(was_training)

@@ -30,6 +30,7 @@ class Reporter:
         self.console = console
         self.show = show
         self._tasks: dict[str, TaskID] = {}
+        self._finished: set[str] = set()
         self._held_out: float | None = None
         self._progress = Progress(
             TextColumn("{task.description:<9}"),
@@ -53,16 +54,17 @@ class Reporter:
         self._progress.stop()
 
     def say(self, text: str) -> None:
-        """Write a line above the bars."""
+        """Write a line above the bars; a long one is left whole, since it may be a command to be copied."""
         if self.show:
-            self.console.print(text, highlight=False, markup=False)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def stage(self, name: str, done: int, total: int, *, detail: str = "") -> None:
         """Show how far a stage has come."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total, detail=detail)
         self._progress.update(self._tasks[name], completed=done, detail=detail)
-        if self.show and not self.console.is_terminal and done == total:
+        if self.show and not self.console.is_terminal and done == total and name not in self._finished:
+            self._finished.add(name)
             self.say(f"{name}: {done} of {total}")
 
     def step(self, record: StepRecord, total: int) -> None:

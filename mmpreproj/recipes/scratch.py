@@ -75,10 +75,15 @@ def start_adaln_at_zero(transformer: nn.Module) -> None:
 
 def load_minilm(text_tokens: int) -> tuple[Any, Any]:
     """Load MiniLM's tokenizer, with the text length set on it, and encoder: the installed package, else the hub."""
-    source = _installed_minilm() or MINILM_HUB_ID
+    source = find_minilm()
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.model_max_length = text_tokens
     return tokenizer, AutoModel.from_pretrained(source).eval()
+
+
+def find_minilm() -> str:
+    """Say where MiniLM is loaded from: the installed package, else the hub."""
+    return _installed_minilm() or MINILM_HUB_ID
 
 
 def _installed_minilm() -> str | None:

@@ -1,84 +1,32 @@
-"""What trains, and how its weights are updated."""
+"""How weights are updated: optimiser, and the schedule of its rate."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any
 
 import torch
 from diffusers.optimization import get_scheduler
-from diffusers.training_utils import cast_training_params
-from timm.optim import create_optimizer_v2, list_optimizers
+from timm.optim import create_optimizer_v2, get_optimizer_class, list_optimizers
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from mmpreproj.patching.control import is_enabled, scales
-from mmpreproj.patching.integrity import check_intact
-from mmpreproj.patching.lookup import adapters, is_patched, parameters
 from mmpreproj.training.config import ConfigError, OptimizerConfig
+from mmpreproj.training.trainable import parameter_groups
 
-
-def select_trainable(transformer: nn.Module, mode: Literal["probe", "full"]) -> None:
-    """Thaw the adapter alone (`probe`) or everything (`full`); what trains becomes fp32.
-
-    Raises:
-        ValueError: in mode `probe`, if the transformer carries no adapter; in any, if it carries several, or has lost
-            one that was put on it, or one that `check_strength` refuses; in mode `probe`, if the adapter has no
-            weights.
-    """
-    check_intact(transformer)
-    names = adapters(transformer)
-    if len(names) > 1:
-        raise ValueError(
-            f"the transformer carries several adapters, {', '.join(names)}, and a run trains one; take the others off "
-            "with mmpreproj.unpatch(model, name)"
-        )
-    if names:
-        check_strength(transformer, mode)
-    if mode == "probe" and not names:
-        raise ValueError(
-            f"mode 'probe' trains an adapter, but this {type(transformer).__name__} is not patched; call "
-            "mmpreproj.patch(transformer, config) first"
-        )
-    added = list(parameters(transformer)) if names else []
-    if mode == "probe" and not added:
-        raise ValueError(
-            "mode 'probe' trains an adapter, but this one has no weights: pre_projection and skip are off and its "
-            "positions are whole from the start; set positions.start: identity, or mode: full"
-        )
-    transformer.requires_grad_(mode == "full")
-    for parameter in added:
-        parameter.requires_grad_(True)
-    cast_training_params(transformer, dtype=torch.float32)
-
-
-def check_strength(transformer: nn.Module, mode: Literal["probe", "full"]) -> None:
-    """Refuse to train an adapter that takes no part, or, where it is saved alone, one that acts at another scale.
-
-    Raises:
-        ValueError: naming the way out.
-    """
-    (name,) = adapters(transformer)
-    strengths = set(scales(transformer)[name].values())
-    if is_enabled(transformer) and 0.0 not in strengths and (mode == "full" or strengths == {1.0}):
-        return
-    raise ValueError(
-        f"the adapter {name!r} is switched off or not at scale 1, so it would not train, or would act otherwise "
-        "once it is saved; call mmpreproj.enable(model) and mmpreproj.set_scale(model, 1.0) first"
-    )
-
-
-def parameter_groups(transformer: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Group what trains by learning rate (adapter, base) and weight decay (matrices, the rest)."""
-    added = {id(parameter) for parameter in parameters(transformer)} if is_patched(transformer) else set()
-    rates = {False: config.learning_rate, True: config.adapter_learning_rate or config.learning_rate}
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter in transformer.parameters():
-        if parameter.requires_grad:
-            groups.setdefault((id(parameter) in added, parameter.ndim > 1), []).append(parameter)
-    return [
-        {"params": members, "lr": rates[is_adapter], "weight_decay": config.weight_decay if is_matrix else 0.0}
-        for (is_adapter, is_matrix), members in groups.items()
-    ]
+PRODIGY = "prodigy"
+ELSEWHERE = {
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "betas": "betas",
+}  # settings with keys of their own
+WELL_KNOWN = ("adamw", "adafactor", "lion", "muon", "bnbadamw8bit")
+CONSTANT = "constant_with_warmup"  # diffusers' `constant` knows no warm-up
+POWER = 2.0  # of `polynomial`; 1, diffusers' own, is `linear`
+LAST_RATE = 1e-7  # where diffusers' `polynomial` ends
 
 
 def check_optimizer(config: OptimizerConfig, *, device: torch.device | str = "cpu") -> None:
@@ -89,38 +37,128 @@ def check_optimizer(config: OptimizerConfig, *, device: torch.device | str = "cp
     Raises:
         ConfigError: naming those that are nearest, or what went wrong.
     """
-    _check_name(config)
-    weight = nn.Parameter(torch.ones(8, 8, device=device))
+    matrix = nn.Parameter(torch.ones(64, 64, device=device))  # as many as the 8-bit optimisers begin at
+    vector = nn.Parameter(torch.ones(8, device=device))
+    groups = [
+        {"params": [matrix], "lr": config.learning_rate, "weight_decay": config.weight_decay},
+        {"params": [vector], "lr": config.learning_rate, "weight_decay": 0.0},
+    ]
     try:
-        optimizer = _from_factory([{"params": [weight], "lr": config.learning_rate, "weight_decay": 0.0}], config)
-        weight.square().sum().backward()
+        optimizer = _build(groups, config)
+        (matrix.square().sum() + vector.square().sum()).backward()
         optimizer.step()
+    except ConfigError:
+        raise
     except Exception as error:  # whatever an optional package has to say
+        given = f" with settings {config.settings}" if config.settings else ""
         raise ConfigError(
-            f"optimizer.name: {config.name!r} cannot be used here ({error or type(error).__name__}); adamw can"
+            f"optimizer.name: {config.name!r}{given} cannot be used here ({error or type(error).__name__}); adamw can"
         ) from error
 
 
 def make_optimizer(transformer: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimiser from timm's factory; see `check_optimizer` for what cannot be."""
+    """Build an optimiser of timm's factory, or Prodigy, over what trains; see `check_optimizer` for what cannot be.
+
+    Of timm's, `muon` and its kin turn matrices that are at least 4 wide and not too long, and update all else as
+    NAdamW or AdamW do. `prodigy` finds its rate itself: `learning_rate` is a factor on it, and is meant to be 1;
+    bias correction and the safeguard for warm-up are on, as in Diffusers' training scripts, unless `settings` say
+    otherwise.
+
+    Raises:
+        ConfigError: if there is no such optimiser, or a setting is not one of its.
+    """
+    return _build(parameter_groups(transformer, config), config)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, *, steps: int) -> LambdaLR:
+    """Build linear warm-up, over half of the run at most, followed by what `schedule` names, in optimiser steps.
+
+    Every group's rate is multiplied by the same factor. `cosine`, `linear` and `cosine_with_restarts` end at 0;
+    `polynomial` falls as `(1 - t)²`, and ends at a rate of 1e-7.
+
+    Raises:
+        ConfigError: if `polynomial` would begin below its end.
+    """
+    if config.schedule == "polynomial" and config.learning_rate <= LAST_RATE:
+        raise ConfigError(
+            f"optimizer.learning_rate: {config.learning_rate:g} is no more than the {LAST_RATE:g} that schedule "
+            "'polynomial' ends at; set schedule: linear"
+        )
+    return get_scheduler(
+        CONSTANT if config.schedule == "constant" else config.schedule,
+        optimizer,
+        num_warmup_steps=min(config.warmup_steps, steps // 2),
+        num_training_steps=steps,
+        num_cycles=config.schedule_cycles,
+        power=POWER,
+    )
+
+
+def _build(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     _check_name(config)
-    return _from_factory(parameter_groups(transformer, config), config)
+    is_prodigy = config.name == PRODIGY
+    maker: Callable[..., torch.optim.Optimizer] = (
+        _prodigy(config) if is_prodigy else get_optimizer_class(config.name, bind_defaults=False)
+    )
+    arguments = _betas(maker, config) | _defaults(config) | _settings(maker, config)
+    if is_prodigy:
+        return maker(groups, lr=config.learning_rate, **arguments)
+    return create_optimizer_v2(groups, opt=config.name, lr=config.learning_rate, weight_decay=0.0, **arguments)
 
 
 def _check_name(config: OptimizerConfig) -> None:
     known = [str(name) for name in list_optimizers()]
-    if config.name not in known:
-        nearest = get_close_matches(config.name, known, n=3) or known[:8]
-        raise ConfigError(f"optimizer.name: timm has no optimiser {config.name!r}; it has {', '.join(nearest)}, …")
+    if config.name not in (PRODIGY, *known):
+        nearest = get_close_matches(config.name, known, n=3) or WELL_KNOWN
+        raise ConfigError(
+            f"optimizer.name: timm has no optimiser {config.name!r}; it has {', '.join(nearest)}, …, and there is "
+            "prodigy"
+        )
 
 
-def _from_factory(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    settings: dict[str, Any] = {"betas": config.betas} if "adam" in config.name else {}
-    if config.name in ("adam", "adamw"):
-        settings["fused"] = True  # one pass over the weights, on CPUs too
-    return create_optimizer_v2(groups, opt=config.name, lr=config.learning_rate, weight_decay=0.0, **settings)
+def _prodigy(config: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
+    rates = config.learning_rates.model_dump(exclude_none=True)
+    if others := {part: rate for part, rate in rates.items() if rate != config.learning_rate}:
+        raise ConfigError(
+            f"optimizer.learning_rates: {others}, but prodigy takes one rate for all parts, learning_rate; leave "
+            "learning_rates out"
+        )
+    try:
+        return import_module("prodigyopt").Prodigy
+    except ImportError as error:
+        raise ConfigError(
+            "optimizer.name: 'prodigy' needs the package 'prodigyopt'; run: pip install prodigyopt"
+        ) from error
 
 
-def make_schedule(optimizer: torch.optim.Optimizer, *, warmup_steps: int, steps: int) -> Any:
-    """Build linear warm-up followed by a cosine to 0, in optimiser steps."""
-    return get_scheduler("cosine", optimizer, num_warmup_steps=min(warmup_steps, steps // 2), num_training_steps=steps)
+def _betas(maker: Callable[..., Any], config: OptimizerConfig) -> dict[str, Any]:
+    """Pass the decay rates on to optimisers that have two of them by default.
+
+    So Adafactor, which has none unless it is given some, and then takes more memory, gets none.
+    """
+    parameter = inspect.signature(maker).parameters.get("betas")
+    if parameter is not None and isinstance(parameter.default, tuple) and len(parameter.default) == 2:
+        return {"betas": config.betas}
+    if config.betas != OptimizerConfig.model_fields["betas"].default:
+        raise ConfigError(f"optimizer.betas: {config.name!r} does not go by two decay rates; leave betas out")
+    return {}
+
+
+def _defaults(config: OptimizerConfig) -> dict[str, Any]:
+    if config.name == PRODIGY:
+        return {"use_bias_correction": True, "safeguard_warmup": True}
+    if config.name in ("adam", "adamw") and not {"foreach", "differentiable"} & config.settings.keys():
+        return {"fused": True}  # one pass over the weights, on CPUs too
+    return {}
+
+
+def _settings(maker: Callable[..., Any], config: OptimizerConfig) -> dict[str, Any]:
+    known = [name for name in inspect.signature(maker).parameters if name not in {"params", "kwargs", *ELSEWHERE}]
+    for name in config.settings:
+        if name in ELSEWHERE:
+            raise ConfigError(f"optimizer.settings.{name}: set optimizer.{ELSEWHERE[name]} instead")
+        if name not in known:
+            raise ConfigError(
+                f"optimizer.settings.{name}: {config.name!r} takes no such setting; it takes {', '.join(known)}"
+            )
+    return dict(config.settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,8 @@ from mmpreproj.patching.points.path import PointAdapter
 from mmpreproj.points.path import point_path, point_velocity
 from mmpreproj.training.config import PointTraining
 from mmpreproj.training.held_out import HeldOutLoss
-from mmpreproj.training.objective import FlowObjective, draw_sigmas
+from mmpreproj.training.noise import draw_sigmas, loss_weights
+from mmpreproj.training.objective import FlowObjective, picture_loss
 
 
 class TripletDenoiser(nn.Module):
@@ -51,10 +53,18 @@ class TripletObjective(FlowObjective):
         cloud_share: share of the training pictures that have a cloud. The loss of points is divided by it, so that it
             is the mean over clouds on average, however few a batch has and however batches are cut.
         settings: those of `FlowObjective`.
+
+    Raises:
+        ValueError: if the noise levels of points are to be shifted by a resolution.
     """
 
     def __init__(self, *settings: Any, points: PointTraining, cloud_share: float = 1.0, **named: Any) -> None:
         super().__init__(*settings, **named)
+        if points.flow.shift_resolution is not None:
+            raise ValueError(
+                f"points.flow.shift_resolution is {points.flow.shift_resolution}, but points have no pixels; "
+                "leave it out, and set points.flow.shift"
+            )
         self.points = points
         self.cloud_share = cloud_share
         self.points_shift = points.flow.shift or 1.0
@@ -70,60 +80,71 @@ class TripletObjective(FlowObjective):
         """
         transformer = inner_transformer(denoiser)
         path = point_path(transformer)
-        pictures, target = self.noisy_pictures(transformer, batch)
+        generators = self.generators(batch)
+        pictures, target, weights = self.noisy_pictures(transformer, batch, generators)
         if path.pooling is not None:
             pictures["joint_attention_kwargs"] = {
                 **(pictures["joint_attention_kwargs"] or {}),
-                **self.show_clouds(batch, most=path.shown),
+                **self.show_clouds(batch, generators, most=path.shown),
             }
-        points, points_target = None, None
+        points, points_target, points_weights = None, None, None
         if path.head is not None:
-            points, points_target = self.noisy_points(batch, pictures["pooled_projections"], path)
+            pooled = pictures["pooled_projections"]
+            noisy = self.noisy_points(batch, generators, pooled=pooled, path=path)
+            points, points_target, points_weights = noisy
         picture, point = denoiser(pictures, points)
-        losses = {"pictures": F.mse_loss(picture.float(), target)}
-        if point is not None and points_target is not None:
+        losses = {"pictures": picture_loss(picture, target, weights)}
+        if point is not None and points_target is not None and points_weights is not None:
             errors = (point.float() - points_target).square().mean(dim=(1, 2))  # [B]
             there = batch["has_cloud"].to(errors.dtype)
-            losses["points"] = (errors * there).mean() / self.cloud_share
+            losses["points"] = (errors * points_weights * there).mean() / self.cloud_share
         return losses
 
     def total(self, losses: dict[str, Tensor]) -> Tensor:
         """Return what is minimised: the weighted sum."""
         return losses["pictures"] + (self.points.weight * losses["points"] if "points" in losses else 0.0)
 
-    def show_clouds(self, batch: dict[str, Tensor], *, most: int) -> dict[str, Tensor]:
+    def show_clouds(
+        self, batch: dict[str, Tensor], generators: Sequence[torch.Generator], *, most: int
+    ) -> dict[str, Tensor]:
         """Draw what pictures are shown of their clouds, and for a random share nothing.
 
         Between a quarter of the points and all of `most` are shown, so that a model learns from clouds of all sizes.
         """
-        shown = self.draw_points(batch["cloud"], most)  # [B, S, 3 + F]
-        kept = torch.rand(len(shown), generator=self.generator) >= self.points.dropout  # [B]
-        counts = torch.randint((most + 3) // 4, most + 1, (len(shown), 1), generator=self.generator)  # [B, 1]
-        drawn = (torch.arange(most) < counts).to(shown.device)  # [B, S]
+        shown = draw_points(batch["cloud"], most, generators)  # [B, S, 3 + F]
+        kept = torch.cat([torch.rand(1, generator=generator) for generator in generators]) >= self.points.dropout
+        counts = [torch.randint((most + 3) // 4, most + 1, (1,), generator=generator) for generator in generators]
+        drawn = (torch.arange(most) < torch.stack(counts)).to(shown.device)  # [B, S]
         # Of a cloud with many points alike, those drawn may all be one.
         extended = (shown[..., :3] != shown[:, :1, :3]).any(dim=-1) & drawn
         there = kept.to(shown.device) & batch["has_cloud"] & extended.any(dim=1)  # [B]
         return {POINT_CLOUD: shown, POINT_MASK: drawn & there[:, None]}
 
     def noisy_points(
-        self, batch: dict[str, Tensor], pooled: Tensor, path: PointAdapter
-    ) -> tuple[dict[str, Any], Tensor]:
-        """Draw points and noise; return what the velocity is computed from, and what it should be `[B, P, 3 + F]`."""
-        clean = path.widen(self.draw_points(batch["cloud"], self.points.per_step))
-        noise = torch.randn(clean.shape, generator=self.generator).to(clean.device)
-        sigmas = draw_sigmas(len(clean), self.points.flow, shift=self.points_shift, generator=self.generator)
-        sigmas = sigmas.to(clean.device)  # [B]
+        self, batch: dict[str, Tensor], generators: Sequence[torch.Generator], *, pooled: Tensor, path: PointAdapter
+    ) -> tuple[dict[str, Any], Tensor, Tensor]:
+        """Draw points and noise.
+
+        Returns:
+            What the velocity is computed from, what it should be `[B, P, 3 + F]`, and what errors weigh `[B]`.
+        """
+        clean = path.widen(draw_points(batch["cloud"], self.points.per_step, generators))
+        noise = torch.stack([torch.randn(clean.shape[1:], generator=generator) for generator in generators])
+        noise = noise.to(clean.device)
+        sigmas = draw_sigmas(generators, self.points.flow, shift=self.points_shift).to(clean.device)  # [B]
         inputs = {
             "points": interpolate(clean, noise, sigmas),
             "timestep": sigmas * self.timesteps,
             "pooled_projections": pooled,
         }
-        return inputs, velocity(clean, noise)
+        return inputs, velocity(clean, noise), loss_weights(sigmas, self.points.flow)
 
-    def draw_points(self, clouds: Tensor, count: int) -> Tensor:
-        """Draw points from clouds `[B, K, C]` with replacement: `[B, count, C]`."""
-        places = torch.randint(clouds.shape[1], (len(clouds), count), generator=self.generator).to(clouds.device)
-        return clouds.gather(1, places[..., None].expand(-1, -1, clouds.shape[-1]))
+
+def draw_points(clouds: Tensor, count: int, generators: Sequence[torch.Generator]) -> Tensor:
+    """Draw points from clouds `[B, K, C]` with replacement, each with its generator: `[B, count, C]`."""
+    places = [torch.randint(clouds.shape[1], (count,), generator=generator) for generator in generators]
+    chosen = torch.stack(places).to(clouds.device)  # [B, count]
+    return clouds.gather(1, chosen[..., None].expand(-1, -1, clouds.shape[-1]))
 
 
 class CloudHeldOutLoss(HeldOutLoss):
@@ -171,7 +192,8 @@ class PointHeldOutLoss:
         timesteps: int = 1000,
     ) -> None:
         kept = with_clouds_alone(pictures)
-        self.items = [kept[index] for index in range(len(kept))]
+        items = (kept[index] for index in range(len(kept)))
+        self.items = [{name: item[name] for name in ("cloud", "pooled")} for item in items]
         self.sigmas = spread_sigmas(len(self.items), levels)  # [N, K]
         self.per_cloud = per_cloud
         self.seed = seed

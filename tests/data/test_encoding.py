@@ -1,235 +1,303 @@
-"""Encoder outputs: computed once, aligned with their captions, refused where they are not finite."""
+"""Encoder outputs as samples: draws of a posterior, mirrored or not, each with its caption, alike in every process."""
+
+import dataclasses
+import itertools
+import math
+import os
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
-from PIL import Image
+from diffusers import AutoencoderKL, AutoencoderTiny
+from encoding_kit import ENCODING, LetterEncoder, Pictures, encode, noise, spell
+from store_kit import key
 
-from mmpreproj.data.encoding import EncodedPictures, encode_captions, encode_pictures, split_held_out
-from mmpreproj.data.pictures import UnreadablePictureError
+from mmpreproj.core.draws import Draw
+from mmpreproj.data.buckets import Size
+from mmpreproj.data.encoding import EncodedPictures, LatentsInMemory, encode_captions
+from mmpreproj.data.pictures import SkippedPicture
+from mmpreproj.data.store import TensorStore
+from mmpreproj.pipelines.latents import encode_posterior
+from mmpreproj.training.batches import BucketBatches, make_loader
 
-
-class Shades:
-    """A source of grey pictures; `None` in place of a shade cannot be read."""
-
-    def __init__(self, shades, captions=None):
-        self.shades = shades
-        self.names = [f"{index}.png" for index in range(len(shades))]
-        self.captions = captions or [f"shade {shade}" for shade in shades]
-
-    def __len__(self):
-        return len(self.shades)
-
-    def open(self, index):
-        if self.shades[index] is None:
-            raise UnreadablePictureError(self.names[index], "it is torn")
-        return Image.new("RGB", (10, 8), (self.shades[index],) * 3)
+DRAWS = 400
+FLIPPED = dataclasses.replace(ENCODING, flip=1.0)
 
 
-class LetterEncoder:
-    """An encoder whose embeddings spell the prompt, and that keeps what it was asked."""
-
-    def __init__(self, scale=1.0):
-        self.scale = scale
-        self.pictures, self.prompts, self.settings = [], [], []
-
-    def encode_latents(self, pixels, generator=None):
-        self.pictures += [float(row) for row in pixels.mean(dim=(1, 2, 3))]
-        return pixels[:, :2, ::2, ::2].to(torch.bfloat16) * self.scale
-
-    def encode_prompt(self, prompt, **settings):
-        self.prompts.append(list(prompt))
-        self.settings.append(settings)
-        tokens = torch.tensor([[ord(letter) for letter in text.ljust(12)] for text in prompt]).float()
-        return tokens[..., None], None, tokens.sum(dim=1, keepdim=True), None
-
-    def encode_prompt_mask(self, prompt, *, max_sequence_length):
-        return torch.tensor([[place < len(text) for place in range(12)] for text in prompt])
+def three(captions=("a", "b", "c")):
+    return Pictures({name: noise(seed) for seed, name in enumerate("abc")}, captions)
 
 
-def spell(row):
-    return "".join(chr(int(code)) for code in row.flatten()).rstrip()
+@pytest.fixture
+def vae():
+    """A tiny VAE whose deviations differ from place to place."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        vae = AutoencoderKL(
+            block_out_channels=(8,), norm_num_groups=4, latent_channels=4, scaling_factor=1.5, shift_factor=0.06
+        )
+        torch.nn.init.normal_(vae.quant_conv.weight)
+    return vae.requires_grad_(False).eval()
 
 
-def encode(source, encoder=None, **settings):
-    return encode_pictures(encoder or LetterEncoder(), source, resolution=8, **settings)
+def with_vae(vae):
+    return LetterEncoder(posterior=lambda pixels: encode_posterior(vae, pixels))
 
 
-# --- encoding --------------------------------------------------------------------------------------------------------
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 16])
-def test_every_picture_and_every_distinct_caption_is_encoded_once(batch_size):
-    encoder = LetterEncoder()
-    encode(Shades([0, 50, 100, 150, 200], ["a", "b", "a", "c", "b"]), encoder, batch_size=batch_size)
-    assert len(encoder.pictures) == 5
-    assert sorted(prompt for call in encoder.prompts for prompt in call) == ["", "a", "b", "c"]
-    assert max(len(call) for call in encoder.prompts) <= batch_size
+# --- draws -----------------------------------------------------------------------------------------------------------
 
 
-def test_each_picture_comes_with_the_embeddings_of_its_caption():
-    pictures = encode(Shades([0, 51, 102, 153, 204], ["a", "b", "a", "c", "b"]), batch_size=2)
-    for index, (shade, caption) in enumerate(zip([0, 51, 102, 153, 204], "abacb", strict=True)):
-        item = pictures[index]
-        assert spell(item["tokens"]) == caption
-        assert float(item["latents"].float().mean()) == pytest.approx(shade / 127.5 - 1, abs=0.01)
-        assert torch.equal(item["pooled"], item["tokens"].sum(dim=0))
-    assert len(pictures) == 5
-    assert len(pictures.text.tokens) == 3
+def test_draws_have_the_mean_and_the_deviation_of_the_vaes_posterior(tmp_path, vae):
+    encoder = with_vae(vae)
+    pictures = encode(three(), tmp_path, encoder)
+    draws = torch.stack([pictures[Draw(1, number)]["latents"] for number in range(DRAWS)])  # [n, C, h, w]
+    posterior = vae.encode(encoder.pictures[1][None]).latent_dist
+    mean, deviation = (posterior.mean[0] - 0.06) * 1.5, posterior.std[0] * 1.5
+    assert deviation.max() > 1.5 * deviation.min()
+    scores = (draws.mean(dim=0) - mean) / deviation * math.sqrt(DRAWS)
+    assert scores.abs().max() < 5 and 0.8 < scores.std() < 1.2
+    ratio = draws.std(dim=0) / deviation
+    assert (ratio - 1).abs().max() < 5 / math.sqrt(2 * DRAWS)
+    assert abs(float(ratio.mean()) - 1) < 0.02
 
 
-def test_unreadable_pictures_are_left_out_and_listed_and_captions_stay_with_their_pictures():
-    pictures = encode(Shades([0, None, 100, None, 200], ["black", "torn", "grey", "ripped", "white"]), batch_size=2)
-    assert pictures.captions == ("black", "grey", "white")
-    assert [(picture.name, picture.reason) for picture in pictures.skipped] == [
-        ("1.png", "it is torn"),
-        ("3.png", "it is torn"),
-    ]
-    assert [spell(pictures[index]["tokens"]) for index in range(3)] == ["black", "grey", "white"]
-    assert [float(latents.mean()) for latents in pictures.latents] == sorted(float(x.mean()) for x in pictures.latents)
+@pytest.mark.parametrize("encoding", [ENCODING, FLIPPED], ids=["upright", "mirrored"])
+def test_an_index_gives_the_mean_of_the_upright_picture(tmp_path, vae, encoding):
+    encoder = with_vae(vae)
+    pictures = encode(three(), tmp_path, encoder, encoding=encoding)
+    for index in range(3):
+        mean = (vae.encode(encoder.pictures[index][None]).latent_dist.mean[0] - 0.06) * 1.5
+        torch.testing.assert_close(pictures[index]["latents"], mean)
+        assert "draw" not in pictures[index]
 
 
-def test_latents_are_float32_on_the_cpu_whatever_the_encoder_gives():
-    pictures = encode(Shades([0, 100]))
-    assert (pictures.latents.dtype, pictures.latents.device.type) == (torch.float32, "cpu")
-    assert pictures.latents.shape == (2, 2, 4, 4)
+def test_a_draw_depends_on_the_seed_and_its_number_alone(tmp_path):
+    pictures = encode(three(), tmp_path)
+    first = pictures[Draw(0, 7)]
+    torch.manual_seed(99)
+    _ = pictures[Draw(1, 8)], torch.rand(3)
+    assert same(pictures[Draw(0, 7)], first)
+    assert int(first["draw"]) == 7
+    assert not torch.equal(pictures[Draw(0, 8)]["latents"], first["latents"])
+    assert not torch.equal(dataclasses.replace(pictures, seed=1)[Draw(0, 7)]["latents"], first["latents"])
 
 
-def test_the_empty_prompt_is_encoded_for_captions_that_are_dropped():
-    empty = encode(Shades([0])).empty
-    assert spell(empty.tokens) == ""
-    assert empty.tokens.shape == (1, 12, 1)
-    assert empty.pooled.shape == (1, 1)
+def test_drawing_leaves_the_global_random_numbers_alone(tmp_path):
+    pictures, before = encode(three(), tmp_path), torch.get_rng_state()
+    _ = pictures[Draw(0, 7)]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_captions_are_encoded_as_for_generation_without_guidance():
-    encoder = LetterEncoder()
-    encode(Shades([0]), encoder, max_sequence_length=77)
-    for settings in encoder.settings:
-        assert settings["max_sequence_length"] == 77
-        assert settings["do_classifier_free_guidance"] is False
+@pytest.mark.parametrize("kind", ["tiny", "pixels"])
+def test_without_a_posterior_every_draw_is_the_encoding(tmp_path, kind):
+    tiny = AutoencoderTiny(
+        encoder_block_out_channels=(8,),
+        decoder_block_out_channels=(8,),
+        num_encoder_blocks=(1,),
+        num_decoder_blocks=(1,),
+        latent_channels=4,
+    ).eval()
+    encoder = with_vae(tiny) if kind == "tiny" else LetterEncoder(posterior=lambda pixels: (pixels, None))
+    pictures = encode(three(), tmp_path, encoder)
+    assert pictures.latents.read(0)[1] is None
+    for number in range(3):
+        assert torch.equal(pictures[Draw(2, number)]["latents"], pictures[2]["latents"])
+    with torch.no_grad():
+        expected = tiny.encode(encoder.pictures[2][None]).latents[0] if kind == "tiny" else encoder.pictures[2]
+    torch.testing.assert_close(pictures[2]["latents"], expected)
 
 
-def test_no_gradients_are_recorded():
-    class Learned(LetterEncoder):
-        weight = torch.ones((), requires_grad=True)
-
-        def encode_latents(self, pixels, generator=None):
-            return super().encode_latents(pixels) * self.weight
-
-        def encode_prompt(self, prompt, **settings):
-            tokens, _, pooled, _ = super().encode_prompt(prompt, **settings)
-            return tokens * self.weight, None, pooled * self.weight, None
-
-    pictures = encode(Shades([0]), Learned())
-    assert not any(value.requires_grad for value in (pictures.latents, pictures.text.tokens, pictures.text.pooled))
+@pytest.mark.parametrize("flip", [0.0, 0.25, 0.5, 1.0])
+def test_draws_are_encodings_of_the_mirrored_picture_at_the_share_asked_for(tmp_path, flip):
+    encoder = LetterEncoder(posterior=lambda pixels: (pixels, None))
+    pictures = encode(three(), tmp_path, encoder, encoding=dataclasses.replace(ENCODING, flip=flip))
+    upright, mirrored, found = pictures[0]["latents"], pictures[0]["latents"].flip(-1), 0
+    assert not torch.equal(upright, mirrored)
+    for number in range(DRAWS):
+        latents = pictures[Draw(0, number)]["latents"]
+        found += torch.equal(latents, mirrored)
+        assert torch.equal(latents, mirrored) or torch.equal(latents, upright)
+    assert abs(found / DRAWS - flip) <= 4 * math.sqrt(flip * (1 - flip) / DRAWS)
 
 
-def test_progress_counts_every_picture_and_caption_to_the_end():
-    calls = []
-    encode(
-        Shades([0, None, 100, 150], ["a", "x", "b", "a"]),
-        batch_size=2,
-        on_progress=lambda stage, done, total: calls.append((stage, done, total)),
-    )
-    assert [call for call in calls if call[0] == "pictures"] == [("pictures", 3, 4), ("pictures", 4, 4)]
-    assert calls[-1] == ("captions", 2, 2)
+def test_mirrored_draws_have_the_posterior_of_the_mirrored_picture(tmp_path, vae):
+    encoder = with_vae(vae)
+    pictures = encode(three(), tmp_path, encoder, encoding=FLIPPED)
+    posterior = vae.encode(encoder.pictures[0][None].flip(-1)).latent_dist
+    mean, deviation = (posterior.mean[0] - 0.06) * 1.5, posterior.std[0] * 1.5
+    draws = torch.stack([pictures[Draw(0, number)]["latents"] for number in range(DRAWS)])
+    assert ((draws.mean(dim=0) - mean) / deviation).abs().max() * math.sqrt(DRAWS) < 5
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e39])
-def test_latents_that_are_not_finite_are_refused(scale):
-    with pytest.raises(ValueError, match=r"NaN or infinite latents for 2 of 2 pictures.*fp32 or bf16"):
-        encode(Shades([0, 200]), LetterEncoder(scale))
+def test_latents_in_memory_have_no_mirrored_ones():
+    latents = LatentsInMemory(torch.zeros(2, 4, 8, 8))
+    with pytest.raises(ValueError, match="not computed of mirrored pictures; set flip to 0"):
+        latents.read(0, mirrored=True)
 
 
-def test_a_source_without_one_readable_picture_is_refused():
-    with pytest.raises(ValueError, match=r"none of the 2 pictures could be read.*it is torn"):
-        encode(Shades([None, None]))
+def test_latents_are_told_apart_by_what_is_in_them(tmp_path):
+    pictures = encode(three(), tmp_path, encoding=FLIPPED)
+    assert len(set(pictures.latents.identity())) == 3
+    assert list(encode(three(), tmp_path / "anew").latents.identity()) == list(pictures.latents.identity())
+    values = torch.randn(3, 4, 8, 8)
+    first, second = LatentsInMemory(values).identity(), LatentsInMemory(values.roll(1, 0)).identity()
+    assert len(set(first)) == 3 and list(second) == [first[2], first[0], first[1]]
+
+
+# --- parts and additions ---------------------------------------------------------------------------------------------
+
+
+def test_a_subset_keeps_all_that_belongs_to_a_picture_together_in_the_order_asked_for(tmp_path):
+    sizes = ((Size(8, 8),), (Size(16, 16),))
+    pictures = encode(three(), tmp_path, buckets=sizes, encoding=dataclasses.replace(ENCODING, flip=0.5))
+    pictures = dataclasses.replace(pictures, times=tuple(float(index) for index in range(6)))
+    pictures = pictures.with_clouds(torch.randn(6, 5, 3), torch.arange(6) % 2 == 0)
+    chosen = [5, 0, 2]
+    some = pictures.subset(chosen)
+    assert isinstance(some, EncodedPictures) and len(some) == len(some.latents) == 3
+    for place, index in enumerate(chosen):
+        for number in range(4):
+            assert same(some[Draw(place, number)], pictures[Draw(index, number)])
+        for name in ("captions", "groups", "times", "places"):
+            assert getattr(some, name)[place] == getattr(pictures, name)[index]
+        assert some.latents.identity()[place] == pictures.latents.identity()[index]
+    assert len(pictures.subset([])) == 0
+    assert pictures.subset([]).groups == ()
+
+
+def test_a_subset_of_what_has_no_groups_times_and_clouds_has_none(tmp_path):
+    pictures = dataclasses.replace(encode(three(), tmp_path), groups=(), places=())
+    some = pictures.subset([1])
+    assert (some.groups, some.times, some.places, some.clouds, some.has_cloud) == ((), (), (), None, None)
+    assert spell(some[0]["tokens"]) == "b"
+
+
+def test_a_subset_of_latents_in_memory_is_of_the_same_values(tmp_path):
+    values = torch.randn(4, 2, 4, 4)
+    some = LatentsInMemory(values).subset([3, 1])
+    assert len(some) == 2 and torch.equal(some.values, values[[3, 1]])
+    assert len(some.subset([])) == 0
+
+
+def test_clouds_come_with_their_pictures(tmp_path):
+    clouds, has_cloud = torch.randn(3, 5, 3), torch.tensor([True, False, True])
+    fault = SkippedPicture("b.npy", "it is torn")
+    pictures = encode(three(), tmp_path)
+    assert "cloud" not in pictures[0]
+    pictures = pictures.with_clouds(clouds, has_cloud, skipped=[fault])
+    for item in (1, Draw(1, 9)):
+        assert torch.equal(pictures[item]["cloud"], clouds[1]) and not pictures[item]["has_cloud"]
+    assert pictures.skipped_clouds == (fault,)
+
+
+@pytest.mark.parametrize(("clouds", "flags"), [(2, [3]), (3, [2]), (3, [3, 1])])
+def test_clouds_or_flags_that_are_not_one_a_picture_are_refused(tmp_path, clouds, flags):
+    with pytest.raises(ValueError, match=rf"{clouds} clouds and \[.*\] flags for 3 pictures"):
+        encode(three(), tmp_path).with_clouds(torch.zeros(clouds, 5, 3), torch.ones(*flags, dtype=torch.bool))
+
+
+# --- captions --------------------------------------------------------------------------------------------------------
 
 
 def test_captions_alone_keep_their_order():
     text = encode_captions(LetterEncoder(), ["red", "a rose", ""])
     assert [spell(row) for row in text.tokens] == ["red", "a rose", ""]
     assert text.pooled.shape == (3, 1)
+    assert text.mask.sum(dim=1).tolist() == [3, 6, 0]
+    assert torch.equal(text.read(1)["tokens"], text.tokens[1])
 
 
-def test_a_subset_keeps_pictures_and_captions_together_and_the_order_asked_for():
-    pictures = encode(Shades([0, 100, 200], ["a", "b", "c"]))
-    some = pictures.subset([2, 0])
-    assert isinstance(some, EncodedPictures)
-    assert some.captions == ("c", "a")
-    assert [spell(some[index]["tokens"]) for index in range(2)] == ["c", "a"]
-    assert torch.equal(some.latents, pictures.latents[[2, 0]])
-    assert len(pictures.subset([])) == 0
+def test_captions_are_encoded_as_for_generation_without_guidance():
+    encoder = LetterEncoder()
+    encode_captions(encoder, ["red"], max_sequence_length=77)
+    (settings,) = encoder.settings
+    assert settings["max_sequence_length"] == 77
+    assert settings["do_classifier_free_guidance"] is False
 
 
-# --- holding out -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("part", ["tokens", "pooled"])
+def test_embeddings_that_are_not_finite_are_refused(part):
+    class Overflowing(LetterEncoder):
+        def encode_prompt(self, prompt, **settings):
+            tokens, _, pooled, _ = super().encode_prompt(prompt, **settings)
+            (tokens if part == "tokens" else pooled)[1].fill_(float("inf"))
+            return tokens, None, pooled, None
+
+    with pytest.raises(ValueError, match=r"embeddings for 1 of 3 captions, such as 'rose'; .* fp32 or bf16"):
+        encode_captions(Overflowing(), ["red", "rose", ""])
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 19])
-def test_the_split_is_disjoint_and_exhaustive(count):
-    train, held_out = split_held_out([f"c{i}" for i in range(20)], count)
-    assert len(held_out) == count
-    assert sorted(train + held_out) == list(range(20))
-    assert (train, held_out) == (sorted(train), sorted(held_out))
+# --- in other processes ----------------------------------------------------------------------------------------------
 
 
-def test_the_split_depends_on_the_seed_alone():
-    captions = [f"c{i}" for i in range(50)]
-    torch.manual_seed(1)
-    first = split_held_out(captions, 10, seed=3)
-    torch.manual_seed(2)
-    assert split_held_out(captions, 10, seed=3) == first
-    assert split_held_out(captions, 10, seed=4) != first
+def test_encoded_pictures_can_be_pickled(tmp_path):
+    pictures = encode(three(), tmp_path, encoding=FLIPPED)
+    copy = pickle.loads(pickle.dumps(pictures))
+    assert all(same(copy[Draw(index, 3)], pictures[Draw(index, 3)]) for index in range(3))
+    assert copy.captions == pictures.captions and copy.groups == pictures.groups
 
 
-def test_named_captions_are_always_trained_on_each_time_they_occur():
-    captions = ["apple", "pear"] * 10
-    for seed in range(5):
-        _, held_out = split_held_out(captions, 10, seed=seed, always_train=["apple"])
-        assert {captions[index] for index in held_out} == {"pear"}
+def test_batches_are_the_same_with_and_without_loader_processes(tmp_path):
+    sizes = ((Size(8, 8),), (Size(16, 16),))
+    pictures = encode(three(), tmp_path, buckets=sizes, encoding=dataclasses.replace(ENCODING, flip=0.5))
+    pictures = pictures.with_clouds(torch.randn(6, 5, 3), torch.arange(6) % 2 == 0)
+
+    def load(workers):
+        batches = BucketBatches(pictures.groups, batch_size=2, seed=3)
+        return list(itertools.islice(make_loader(pictures, batches, workers=workers), 8))
+
+    alone, with_others = load(0), load(2)
+    assert all(same(first, second) for first, second in zip(alone, with_others, strict=True))
+    assert {batch["latents"].shape[-1] for batch in alone} == {4, 8}
+    assert torch.cat([batch["draw"] for batch in alone]).tolist() == list(range(16))
 
 
-@pytest.mark.parametrize(("count", "always"), [(4, []), (5, []), (3, ["a", "b"])])
-def test_holding_out_too_many_is_refused(count, always):
-    with pytest.raises(ValueError, match=f"held_out asks for {count} of 4 pictures"):
-        split_held_out(["a", "b", "c", "d"], count, always_train=always)
+# Each item takes 8 kB, so that 18,000 more, if they stayed in memory, would take 144 MB. Writing is left to another
+# process: what it takes for a moment is not given back.
+READ_ALL = """
+import sys
+import torch
+from store_kit import key
+from mmpreproj.core.draws import Draw
+from mmpreproj.data.encoding import EncodedPictures, StoredLatents, StoredTexts, TextEmbeddings
+from mmpreproj.data.store import TensorStore
+
+torch.set_num_threads(1)
+
+def read_all(count):
+    store = TensorStore(f"{sys.argv[1]}/{count}")
+    keys = tuple(key(number) for number in range(count))
+    empty = TextEmbeddings(torch.zeros(1, 4, 8), torch.zeros(1, 8), torch.ones(1, 4) > 0)
+    captions = tuple(f"caption {number}" for number in range(count))
+    latents, text = StoredLatents(store, (keys,)), StoredTexts(store, (key(-1),))
+    pictures = EncodedPictures(latents, captions, text, torch.zeros(count).long(), empty)
+    for number in range(count):
+        assert pictures[Draw(number, number)]["latents"].shape == (16, 8, 8)
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) / 1024
+
+few, many = read_all(2000), read_all(20000)
+print(many - few)
+"""
 
 
-def test_an_unknown_caption_to_keep_is_named():
-    with pytest.raises(ValueError, match="'plum', 'quince'"):
-        split_held_out(["apple", "pear"], 1, always_train=["quince", "apple", "plum"])
-
-
-# --- holding out what belongs together -------------------------------------------------------------------------------
-
-
-def test_pictures_alike_in_something_are_held_out_together():
-    captions = [f"c{place % 7}" for place in range(30)]
-    for count in (0, 1, 5, 12):
-        train, held_out = split_held_out(captions, count, seed=count, together=[captions])
-        assert sorted(train + held_out) == list(range(30))
-        assert not {captions[place] for place in train} & {captions[place] for place in held_out}
-        assert count <= len(held_out) < count + 5
-
-
-def test_what_is_connected_through_another_is_one_group_and_none_is_like_nothing():
-    captions = ["a", "b", "c", "d", "e", "f"]
-    views = ["x", "x", None, None, "y", None]
-    rooms = [None, 1, 1, None, None, None]
-    groups = [{0, 1, 2}, {3}, {4}, {5}]
-    for seed in range(12):
-        _, held_out = split_held_out(captions, 1, seed=seed, together=[views, rooms])
-        assert set(held_out) in groups
-
-
-def test_captions_to_keep_hold_their_whole_group():
-    captions, shapes = ["a", "b", "c", "d"] * 3, ["x", "x", "y", "z"] * 3
-    for seed in range(5):
-        _, held_out = split_held_out(captions, 3, seed=seed, always_train=["b"], together=[shapes])
-        assert {captions[place] for place in held_out} <= {"c", "d"}
-
-
-@pytest.mark.parametrize("captions", [["a"] * 4, ["a", "a", "a", "b"]])
-def test_groups_that_leave_too_few_are_refused(captions):
-    with pytest.raises(ValueError, match=r"held_out asks for 3 of 4 pictures, but those that belong together"):
-        split_held_out(captions, 3, always_train=["b"] if "b" in captions else [], together=[captions, ["s"] * 4])
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process holds")
+def test_ten_times_as_many_samples_take_hardly_more_memory(tmp_path):
+    mean, deviation = torch.randn(16, 8, 8), torch.rand(16, 8, 8)
+    for count in (2000, 20000):
+        with TensorStore(tmp_path / str(count)).writer() as writer:
+            writer.add(key(-1), {"tokens": torch.zeros(4, 8), "pooled": torch.zeros(8), "mask": torch.ones(4) > 0})
+            for number in range(count):
+                writer.add(key(number), {"mean": mean, "deviation": deviation})
+    command = [sys.executable, "-c", READ_ALL, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout) < 15, f"{ended.stdout} MB more"

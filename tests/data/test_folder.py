@@ -1,30 +1,14 @@
-import csv
-import json
+"""Folders with metadata: which pictures and captions they give, and every way a folder or a row can be wrong."""
+
 import os
 
 import pytest
-from PIL import Image
+from bad_pictures_kit import TOO_SMALL, write_bad_folder
+from folders_kit import BLUE, RED, row, write_jsonl, write_pictures
 
-from mmpreproj.data.folder import FolderSource
-from mmpreproj.data.pictures import UnreadablePictureError, read_pictures
-
-RED, BLUE = (255, 0, 0), (0, 0, 255)
-
-
-def write_pictures(folder, *names, colour=RED):
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (4, 4), colour).save(folder / name)
-
-
-def write_jsonl(folder, *rows):
-    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
-    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def row(name="a.png", text="a rose", **more):
-    return {"file_name": name, "text": text, **more}
-
+from mmpreproj.data.folder import FolderSource, open_folder
+from mmpreproj.data.pictures import UnreadablePictureError
+from mmpreproj.data.sidecars import SidecarSource
 
 # What works
 
@@ -39,25 +23,6 @@ def test_jsonl_gives_captions_and_paths_in_the_order_of_the_metadata(tmp_path):
     assert source.open(0).getpixel((0, 0)) == RED
     assert source.open(1).getpixel((0, 0)) == BLUE
     assert len(source) == 2
-
-
-def test_csv_captions_keep_quotes_commas_newlines_emoji_and_leading_zeros(tmp_path):
-    captions = ['say "hi", please', "two\nlines", "🍎 apple", "None", "007"]
-    names = [f"{index}.png" for index in range(len(captions))]
-    write_pictures(tmp_path, *names)
-    with (tmp_path / "metadata.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("file_name", "text"), *zip(names, captions, strict=True)])
-    assert FolderSource(tmp_path).captions == captions
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("metadata.jsonl", '{"file_name": "a.png", "text": "é"}'), ("metadata.csv", "file_name,text\r\na.png,é\r\n")],
-)
-def test_a_byte_order_mark_is_no_part_of_the_metadata(tmp_path, name, text):
-    write_pictures(tmp_path, "a.png")
-    (tmp_path / name).write_bytes(text.encode("utf-8-sig"))
-    assert FolderSource(tmp_path).captions == ["é"]
 
 
 def test_another_caption_column_can_be_chosen(tmp_path):
@@ -97,11 +62,112 @@ def test_a_damaged_picture_does_not_stop_construction_and_is_named_when_opened(t
     (tmp_path / "sub" / "b.png").write_text("no picture")
     write_jsonl(tmp_path, row(), row("sub/b.png"))
     source = FolderSource(tmp_path)
+    assert source.read(1) == b"no picture"
     with pytest.raises(UnreadablePictureError, match=r"sub/b\.png"):
         source.open(1)
-    skipped = []
-    assert [indices for indices, _ in read_pictures(source, 4, skipped=skipped)] == [[0]]
-    assert [picture.name for picture in skipped] == ["sub/b.png"]
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(UnreadablePictureError, match=r"a\.png.*FileNotFoundError"):
+        source.read(0)
+
+
+# Leaving out what is unusable
+
+
+def test_every_kind_of_bad_row_and_picture_is_listed_with_its_reason_and_the_rest_is_read(tmp_path):
+    expected = write_bad_folder(tmp_path / "in", good=28)
+    source = FolderSource(tmp_path / "in", on_error="skip")
+    found = {fault.name: fault.reason for fault in source.faults}
+    readable = set()
+    for index, name in enumerate(source.names):
+        try:
+            source.open(index)
+            readable.add(name)
+        except UnreadablePictureError as error:
+            found[error.name] = error.reason
+    assert len(readable) == 28 + 1
+    assert expected.pop(TOO_SMALL) == "small"
+    assert found.keys() == expected.keys()
+    assert [name for name, word in expected.items() if word not in found[name]] == []
+
+
+def test_every_kind_of_bad_row_is_counted_in_one_error_that_names_the_first(tmp_path):
+    write_bad_folder(tmp_path / "in", good=28)
+    with pytest.raises(
+        ValueError, match=r"in has 20 faults: .*line \d+ \(the caption is null\).* and 10 more; correct"
+    ):
+        FolderSource(tmp_path / "in")
+
+
+def test_a_row_that_was_left_out_does_not_take_its_picture_with_it(tmp_path):
+    write_pictures(tmp_path, "a.png")
+    write_jsonl(tmp_path, row(text=""), row(text="a rose"))
+    source = FolderSource(tmp_path, on_error="skip")
+    assert (source.captions, [fault.name for fault in source.faults]) == (["a rose"], ["metadata.jsonl, line 1"])
+
+
+@pytest.mark.parametrize("lines", [[row(text=None), row("b.png")], ["{", "["]])
+def test_skipping_everything_is_refused_with_the_reasons(tmp_path, lines):
+    write_pictures(tmp_path, "a.png")
+    write_jsonl(tmp_path, *lines)
+    with pytest.raises(ValueError, match=r"has 2 faults: metadata\.jsonl, line 1 .*; nothing usable is left"):
+        FolderSource(tmp_path, on_error="skip")
+
+
+@pytest.mark.parametrize("content", [b"file_name,caption\na.png,x\n", "file_name,text\na.png,é\n".encode("latin-1")])
+def test_what_is_wrong_with_the_whole_is_never_skipped(tmp_path, content):
+    write_pictures(tmp_path, "a.png")
+    (tmp_path / "metadata.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=r"metadata\.csv (has no column 'text'|is not UTF-8)"):
+        FolderSource(tmp_path, on_error="skip")
+
+
+def test_an_unknown_way_to_treat_errors_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="on_error is 'ignore'; expected 'raise', or 'skip'"):
+        FolderSource(tmp_path, on_error="ignore")
+
+
+# open_folder
+
+
+def test_a_folder_is_opened_by_its_metadata_first(tmp_path):
+    write_pictures(tmp_path, "a.png")
+    (tmp_path / "a.txt").write_text("beside")
+    write_jsonl(tmp_path, row(prompt="listed"), row("b.png"))
+    source = open_folder(tmp_path, caption_column="prompt", on_error="skip")
+    assert isinstance(source, FolderSource)
+    assert (source.captions, len(source.faults)) == (["listed"], 1)
+
+
+@pytest.mark.parametrize("extension", [".txt", ".caption"])
+def test_a_folder_without_metadata_is_opened_by_the_texts_beside_its_pictures(tmp_path, extension):
+    write_pictures(tmp_path, "a.png", "b.png")
+    (tmp_path / f"a{extension}").write_text("beside")
+    (tmp_path / "notes.txt").write_text("no caption")
+    source = open_folder(str(tmp_path), on_error="skip")
+    assert isinstance(source, SidecarSource)
+    assert (source.captions, [fault.name for fault in source.faults]) == (["beside"], ["b.png"])
+    with pytest.raises(ValueError, match=rf"b\.png \(there is no b{extension}"):
+        open_folder(tmp_path)
+
+
+def test_two_kinds_of_texts_beside_pictures_are_refused(tmp_path):
+    write_pictures(tmp_path, "a.png", "b.png")
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.caption").write_text("b")
+    with pytest.raises(ValueError, match=r"holds both \.txt and \.caption files .*; keep one kind"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("opened", [open_folder, FolderSource])
+def test_pictures_without_any_captions_are_refused_with_both_ways_to_give_them(tmp_path, opened):
+    write_pictures(tmp_path, "sub/a.png")
+    (tmp_path / "notes.txt").write_text("no caption")
+    with pytest.raises(
+        FileNotFoundError, match=r'1 picture but no metadata.*"file_name": "sub/a\.png".*such as sub/a\.txt'
+    ):
+        opened(tmp_path)
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        opened(tmp_path / "nowhere")
 
 
 # The folder and its metadata file
@@ -142,89 +208,19 @@ def test_two_metadata_files_are_refused(tmp_path):
     write_pictures(tmp_path, "a.png")
     write_jsonl(tmp_path, row())
     (tmp_path / "metadata.csv").write_text("file_name,text\na.png,other\n")
-    with pytest.raises(ValueError, match=r"both metadata\.jsonl and metadata\.csv; keep one"):
-        FolderSource(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("metadata.jsonl", ""), ("metadata.jsonl", "\n\n"), ("metadata.csv", ""), ("metadata.csv", "file_name,text\n")],
-)
-def test_metadata_without_rows_is_refused(tmp_path, name, text):
-    write_pictures(tmp_path, "a.png")
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"{name} is empty; expected one row a picture"):
-        FolderSource(tmp_path)
-
-
-def test_metadata_in_another_encoding_is_refused(tmp_path):
-    write_pictures(tmp_path, "a.png")
-    (tmp_path / "metadata.csv").write_bytes("file_name,text\na.png,é\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"metadata\.csv is not UTF-8 .* save it as UTF-8"):
-        FolderSource(tmp_path)
+    for on_error in ("raise", "skip"):
+        with pytest.raises(ValueError, match=r"both metadata\.jsonl and metadata\.csv; keep one"):
+            FolderSource(tmp_path, on_error=on_error)
 
 
 # Its rows
-
-
-@pytest.mark.parametrize("line", ['{"file_name": "b.png", "text": ', "b.png,a tulip"])
-def test_a_broken_json_line_is_named(tmp_path, line):
-    write_pictures(tmp_path, "a.png")
-    write_jsonl(tmp_path, row(), line)
-    with pytest.raises(ValueError, match=r"metadata\.jsonl, line 2: broken JSON"):
-        FolderSource(tmp_path)
-
-
-def test_a_json_line_that_is_no_object_is_named(tmp_path):
-    write_pictures(tmp_path, "a.png")
-    write_jsonl(tmp_path, row(), '["b.png", "a tulip"]')
-    with pytest.raises(ValueError, match=r"line 2: got a list; expected one object a line"):
-        FolderSource(tmp_path)
-
-
-def test_an_unquoted_comma_in_a_csv_caption_is_named(tmp_path):
-    write_pictures(tmp_path, "a.png")
-    (tmp_path / "metadata.csv").write_text('file_name,text\n\na.png,"two\nlines"\nb.png,red, and big\n')
-    with pytest.raises(ValueError, match=r"metadata\.csv, line 5: more fields .* double quotes"):
-        FolderSource(tmp_path)
-
-
-def test_an_unclosed_quote_in_csv_is_named(tmp_path):
-    write_pictures(tmp_path, "a.png")
-    (tmp_path / "metadata.csv").write_text('file_name,text\na.png,a rose\nb.png,"a tulip\n\n')
-    with pytest.raises(ValueError, match=r"metadata\.csv, in the row from line 3: .*check its quotes"):
-        FolderSource(tmp_path)
 
 
 @pytest.mark.parametrize("bad", [{"text": "a tulip"}, row(name=None), row(name=""), row(name=3)])
 def test_a_row_without_a_file_name_is_named(tmp_path, bad):
     write_pictures(tmp_path, "a.png")
     write_jsonl(tmp_path, row(), bad)
-    with pytest.raises(ValueError, match=r"metadata\.jsonl, line 2: the row has no 'file_name'"):
-        FolderSource(tmp_path)
-
-
-def test_metadata_without_the_file_name_column_is_refused(tmp_path):
-    write_pictures(tmp_path, "a.png")
-    (tmp_path / "metadata.csv").write_text("file,text\na.png,a rose\n")
-    with pytest.raises(ValueError, match=r"no column 'file_name', only 'file', 'text'"):
-        FolderSource(tmp_path)
-
-
-def test_a_missing_caption_column_lists_those_there_and_the_nearest(tmp_path):
-    write_pictures(tmp_path, "a.png")
-    write_jsonl(tmp_path, {"file_name": "a.png", "width": 4, "captions": "a rose"})
-    with pytest.raises(
-        ValueError,
-        match="no caption column 'caption', only 'file_name', 'width', 'captions'; the nearest is 'captions'",
-    ):
-        FolderSource(tmp_path, "caption")
-
-
-def test_metadata_with_file_names_only_is_refused(tmp_path):
-    write_pictures(tmp_path, "a.png")
-    write_jsonl(tmp_path, {"file_name": "a.png"})
-    with pytest.raises(ValueError, match="no caption column 'text', only 'file_name'; add the captions"):
+    with pytest.raises(ValueError, match=r"metadata\.jsonl, line 2 \(the row has no 'file_name': it is "):
         FolderSource(tmp_path)
 
 
@@ -236,20 +232,13 @@ def test_metadata_with_file_names_only_is_refused(tmp_path):
         (row("b.png", " \n"), "empty"),
         (row("b.png", 3), "the int 3"),
         (row("b.png", ["a"]), "the list"),
-        ({"file_name": "b.png"}, "not there"),
+        ({"file_name": "b.png"}, "the row has no 'text'"),
     ],
 )
 def test_a_caption_that_is_no_text_is_named_with_its_line(tmp_path, bad, fault):
     write_pictures(tmp_path, "a.png", "b.png")
     write_jsonl(tmp_path, row(), bad)
-    with pytest.raises(ValueError, match=rf"1 unusable caption in 'text': line 2 \({fault}.*\); expected text"):
-        FolderSource(tmp_path)
-
-
-def test_a_csv_row_cut_short_has_no_caption(tmp_path):
-    write_pictures(tmp_path, "a.png", "b.png")
-    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,a rose\nb.png\n")
-    with pytest.raises(ValueError, match=r"line 3 \(null\)"):
+    with pytest.raises(ValueError, match=rf"1 fault: metadata\.jsonl, line 2 \(.*{fault}"):
         FolderSource(tmp_path)
 
 
@@ -259,14 +248,18 @@ def test_a_csv_row_cut_short_has_no_caption(tmp_path):
 def test_all_missing_files_are_listed(tmp_path):
     write_pictures(tmp_path, "a.png")
     write_jsonl(tmp_path, row(), row("b.png"), row("sub/c.png"))
-    with pytest.raises(FileNotFoundError, match=r"lists 2 files that .* does not hold: 'b\.png', 'sub/c\.png'; add"):
+    with pytest.raises(
+        ValueError, match=r"2 faults: .*line 2 \('b\.png' is not in the folder\), .*line 3 \('sub/c\.png' is not in"
+    ):
         FolderSource(tmp_path)
 
 
 def test_a_long_list_of_missing_files_is_cut_to_ten_and_a_count(tmp_path):
     write_pictures(tmp_path, "a.png")
     write_jsonl(tmp_path, *(row(f"{index}.png") for index in range(13)))
-    with pytest.raises(FileNotFoundError, match=r"lists 13 files .* '9\.png' and 3 more; add") as caught:
+    with pytest.raises(
+        ValueError, match=r"13 faults: .*'9\.png' is not in the folder\) and 3 more; nothing"
+    ) as caught:
         FolderSource(tmp_path)
     assert "'10.png'" not in str(caught.value)
 
@@ -275,7 +268,7 @@ def test_a_long_list_of_missing_files_is_cut_to_ten_and_a_count(tmp_path):
 def test_a_path_out_of_the_folder_is_refused_even_if_it_exists(tmp_path, name):
     write_pictures(tmp_path, "out.png", "in/sub/a.png")
     write_jsonl(tmp_path / "in", row(name))
-    with pytest.raises(ValueError, match=r"line 1: file_name .* may lead out of .* without '..'"):
+    with pytest.raises(ValueError, match=r"line 1 \(.* may lead out of .* without '\.\.'"):
         FolderSource(tmp_path / "in")
 
 
@@ -283,17 +276,23 @@ def test_a_path_out_of_the_folder_is_refused_even_if_it_exists(tmp_path, name):
 def test_a_file_listed_twice_is_refused_with_both_lines(tmp_path, again):
     write_pictures(tmp_path, "a.png")
     write_jsonl(tmp_path, row(), "", row(again, "a tulip"))
-    with pytest.raises(ValueError, match=r"line 3: file_name 'a\.png' is already listed in line 1; keep one"):
+    with pytest.raises(ValueError, match=r"line 3 \('a\.png' is already listed in metadata\.jsonl, line 1\)"):
         FolderSource(tmp_path)
 
 
-def test_pictures_may_be_listed_as_image_where_there_is_no_file_name(tmp_path):
-    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
-    (tmp_path / "metadata.jsonl").write_text(json.dumps({"image": "a.png", "text": "a square"}))
-    source = FolderSource(tmp_path)
-    assert (source.names, source.captions) == (["a.png"], ["a square"])
-    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "image": "what it shows"}))
-    assert FolderSource(tmp_path, caption_column="image").captions == ["what it shows"]
-    (tmp_path / "metadata.jsonl").write_text(json.dumps({"picture": "a.png", "text": "a square"}))
-    with pytest.raises(ValueError, match="no column 'file_name', only 'picture', 'text'"):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("notes.txt", r"'notes\.txt' is no picture; expected one of \.avif"),
+        (".hidden.png", "hidden"),
+        (".git/a.png", "hidden"),
+        ("__MACOSX/a.png", "resource forks"),
+    ],
+)
+def test_only_picture_files_are_taken_even_if_others_are_listed(tmp_path, name, reason):
+    write_pictures(tmp_path, "a.png", ".hidden.png", ".git/a.png", "__MACOSX/a.png")
+    (tmp_path / "notes.txt").write_text("no picture")
+    write_jsonl(tmp_path, row(), row(name))
+    with pytest.raises(ValueError, match=rf"line 2 \(.*{reason}"):
         FolderSource(tmp_path)
+    assert FolderSource(tmp_path, on_error="skip").unlisted == 0

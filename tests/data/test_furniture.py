@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from mmpreproj.data.furniture import CATALOGUE, FurnitureSource
-from mmpreproj.data.pictures import UnreadablePictureError, read_pictures
+from mmpreproj.data.pictures import UnreadablePictureError
 from mmpreproj.points.clouds import UnreadableCloudError
 
 CUBE = """mtllib cube.mtl
@@ -103,10 +103,8 @@ def test_no_scratch_file_stays(tmp_path, monkeypatch):
     assert list(scratch.iterdir()) == []
 
 
-def test_it_can_be_read_in_batches(tmp_path):
-    source = FurnitureSource(library(tmp_path, entry(1), entry(2)))
-    [(indices, pixels)] = read_pictures(source, 8)
-    assert (indices, pixels.shape) == ([0, 1], (2, 3, 8, 8))
+def test_an_icon_is_read_as_the_library_holds_it(tmp_path):
+    assert FurnitureSource(library(tmp_path, entry(1))).read(0) == icon()
 
 
 def test_an_entry_may_lack_what_is_not_needed(tmp_path):

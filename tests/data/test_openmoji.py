@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mmpreproj.data.openmoji import OpenMojiSource
-from mmpreproj.data.pictures import read_pictures
+from mmpreproj.data.pictures import picture_size
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,10 @@ def test_the_render_size_is_kept():
     assert OpenMojiSource(render_size=48).open(0).size == (48, 48)
 
 
-def test_a_source_can_be_read_in_batches(source):
-    indices, pixels = next(read_pictures(source, 32, batch_size=4))
-    assert indices == [0, 1, 2, 3]
-    assert pixels.shape == (4, 3, 32, 32)
+def test_a_drawing_is_a_png_with_the_same_bytes_each_time(source):
+    assert source.read(7) == source.read(7) == OpenMojiSource(render_size=32).read(7)
+    assert picture_size(source.read(7), "a") == (32, 32)
+    assert source.read(7).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("size", [0, -1, 32.0, True])

@@ -3,8 +3,10 @@
 import json
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from mmpreproj.data.folder import FolderSource
 from mmpreproj.data.triplets import TripletFolderSource, TripletSource
@@ -97,6 +99,30 @@ def test_the_seed_decides_which_points_are_taken_and_features_are_passed_on(tmp_
     assert not np.array_equal(first, other)
 
 
+def test_a_row_with_a_bad_cloud_keeps_its_picture_and_a_row_with_a_bad_caption_does_not_shift_the_clouds(tmp_path):
+    rows = [
+        row("a.png", points="gone.npy"),
+        {**row("b.png", points="a.npy"), "text": ""},
+        row("c.png", points="c.npy"),
+    ]
+    source = TripletFolderSource(write(tmp_path, *rows, clouds=["a.npy", "c.npy"]), on_error="skip")
+    assert source.names == ["a.png", "c.png"]
+    assert source.clouds == [None, "c.npy"]
+    assert source.has_cloud == [False, True]
+    assert {fault.name: fault.reason for fault in source.faults} == {
+        "metadata.jsonl, line 2": "the caption is empty",
+        "metadata.jsonl, line 1": "the cloud 'gone.npy' is not in the folder",
+    }
+
+
+def test_clouds_may_be_listed_in_parquet(tmp_path):
+    write(tmp_path, row("a.png"), row("b.png"))
+    (tmp_path / "metadata.jsonl").unlink()
+    columns = {"file_name": ["a.png", "b.png"], "text": ["a", "b"], "points": [None, "a.npy"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "metadata.parquet")
+    assert TripletFolderSource(tmp_path).clouds == [None, "a.npy"]
+
+
 def test_a_mesh_is_sampled(tmp_path):
     write(tmp_path, row(points="a.obj"), clouds=[])
     (tmp_path / "a.obj").write_text("v 0 0 0\nv 1 0 0\nv 0 1 0\nf 1 2 3\n")
@@ -124,7 +150,7 @@ def test_a_missing_column_lists_those_there_and_the_nearest(tmp_path):
 
 
 def test_a_folder_without_clouds_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"metadata\.jsonl has no column 'points'.*or name another as points_column"):
+    with pytest.raises(ValueError, match=r"metadata\.jsonl has no column 'points' .*: pass it as points_column"):
         TripletFolderSource(write(tmp_path, row()))
 
 
@@ -138,7 +164,7 @@ def test_a_column_that_is_empty_in_every_row_is_refused(tmp_path, empty):
 @pytest.mark.parametrize("bad", [3, ["a.npy"], True, "  "])
 def test_what_is_no_path_is_named_with_its_line(tmp_path, bad):
     write(tmp_path, row("a.png", points="a.npy"), row("b.png", points=bad))
-    with pytest.raises(ValueError, match=r"metadata\.jsonl, line 2: points is .*expected the path of a cloud"):
+    with pytest.raises(ValueError, match=r"metadata\.jsonl, line 2 \('points' is .*expected the path of a cloud"):
         TripletFolderSource(tmp_path)
 
 
@@ -146,21 +172,24 @@ def test_what_is_no_path_is_named_with_its_line(tmp_path, bad):
 def test_a_path_out_of_the_folder_is_refused_even_if_it_exists(tmp_path, path):
     np.save(tmp_path / "out.npy", CORNERS)
     folder = write(tmp_path / "in", row(points=path))
-    with pytest.raises(ValueError, match=r"line 1: points .* may lead out of .* without '\.\.'"):
+    with pytest.raises(ValueError, match=r"line 1 \(.* may lead out of .* without '\.\.'"):
         TripletFolderSource(folder)
 
 
 def test_all_missing_clouds_are_listed_with_their_lines(tmp_path):
     write(tmp_path, row("a.png", points="a.npy"), row("b.png", points="b.npy"), row("c.png", points="sub/c.ply"))
     with pytest.raises(
-        FileNotFoundError, match=r"lists 2 clouds .* not hold: line 2 \('b\.npy'\), line 3 \('sub/c\.ply'\); add"
+        ValueError,
+        match=r"2 faults: .*line 2 \(the cloud 'b\.npy' is not in the folder\), .*line 3 \(.*'sub/c\.ply' is",
     ):
         TripletFolderSource(tmp_path)
 
 
 def test_a_long_list_of_missing_clouds_is_cut_to_ten_and_a_count(tmp_path):
     write(tmp_path, *(row(f"{index}.png", points=f"x{index}.npy") for index in range(13)))
-    with pytest.raises(FileNotFoundError, match=r"lists 13 clouds .*line 10 \('x9\.npy'\) and 3 more; add"):
+    with pytest.raises(
+        ValueError, match=r"13 faults: .*line 10 \(.*'x9\.npy' is not in the folder\) and 3 more; nothing"
+    ):
         TripletFolderSource(tmp_path)
 
 
@@ -168,12 +197,12 @@ def test_kinds_without_a_reader_are_listed_with_their_lines_and_the_choices(tmp_
     write(tmp_path, row("a.png", points="a.NPY"), row("b.png", points="b.blend"), clouds=["a.npy"])
     (tmp_path / "a.npy").rename(tmp_path / "a.NPY")
     (tmp_path / "b.blend").touch()
-    with pytest.raises(ValueError, match=r"lists 1 cloud of no known kind: line 2 \('b\.blend'\); expected .*\.ply"):
+    with pytest.raises(ValueError, match=r"line 2 \('b\.blend' is no cloud, expected one of .*\.ply"):
         TripletFolderSource(tmp_path)
 
 
 def test_what_a_folder_of_pictures_refuses_is_refused_here_too(tmp_path):
     write(tmp_path, row(points="a.npy"))
     (tmp_path / "a.png").unlink()
-    with pytest.raises(FileNotFoundError, match=r"'a\.png'"):
+    with pytest.raises(ValueError, match=r"'a\.png' is not in the folder"):
         TripletFolderSource(tmp_path)

@@ -78,12 +78,17 @@ def test_skip_layer_guidance_and_dynamic_shifting_equal_the_stock_pipelines(stoc
 
 
 def test_signatures_are_the_parents():
+    def shown(cls, name):
+        return list(inspect.signature(getattr(cls, name)).parameters.values())
+
+    def with_optional_length(parameters):
+        changes = {"max_sequence_length": {"default": None, "annotation": "int | None"}}
+        return [parameter.replace(**changes.get(parameter.name, {})) for parameter in parameters]
+
     for name in ("encode_prompt", "save_pretrained"):
-        ours, stock = getattr(PreProjSD3Pipeline, name), getattr(StableDiffusion3Pipeline, name)
-        assert inspect.signature(ours) == inspect.signature(stock)
-    ours, stock = (inspect.signature(cls.__call__) for cls in (PreProjSD3Pipeline, StableDiffusion3Pipeline))
-    *parents, cloud = ours.parameters.values()
-    assert parents == list(stock.parameters.values())
+        assert shown(PreProjSD3Pipeline, name) == with_optional_length(shown(StableDiffusion3Pipeline, name))
+    *parents, cloud = shown(PreProjSD3Pipeline, "__call__")
+    assert parents == with_optional_length(shown(StableDiffusion3Pipeline, "__call__"))
     assert (cloud.name, cloud.kind, cloud.default) == ("point_cloud", inspect.Parameter.KEYWORD_ONLY, None)
 
 
@@ -254,6 +259,46 @@ def test_kl_latents_are_shifted_and_scaled_both_ways(make_pixel_pipeline, make_t
         torch.testing.assert_close(pipe.decode_latents(drawn[0]), vae.decode(sample).sample)
 
 
+@pytest.mark.parametrize("factors", [{}, {"shift_factor": None, "scaling_factor": None}])
+def test_drawn_latents_are_the_posteriors_mean_and_deviation_times_noise(
+    make_pixel_pipeline, make_transformer, make_vae, factors
+):
+    vae = make_vae(**factors)
+    pipe = make_pixel_pipeline(transformer=make_transformer(), vae=vae)
+    scale, shift = vae.config.scaling_factor or 1.0, vae.config.shift_factor or 0.0
+    pixels = torch.rand(2, 3, 16, 16) * 2 - 1
+    with torch.no_grad():
+        mean, deviation = pipe.encode_posterior(pixels)
+        posterior = vae.encode(pixels).latent_dist
+        drawn = pipe.encode_latents(pixels, torch.Generator().manual_seed(1))
+    noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(mean, (posterior.mode() - shift) * scale)
+    torch.testing.assert_close(deviation, posterior.logvar.exp().sqrt() * scale)
+    torch.testing.assert_close(drawn, mean + deviation * noise)
+
+
+def test_where_there_is_no_posterior_there_is_no_deviation(make_pixel_pipeline, make_transformer, make_vae):
+    pixels = torch.rand(1, 3, 16, 16) * 2 - 1
+    bare, tiny = make_pixel_pipeline(), make_pixel_pipeline(transformer=make_transformer(), vae=make_vae("tiny"))
+    with torch.no_grad():
+        for pipe in (bare, tiny):
+            mean, deviation = pipe.encode_posterior(pixels)
+            assert torch.equal(mean, pipe.encode_latents(pixels)) and deviation is None
+
+
+def test_the_posterior_is_in_the_vaes_dtype_and_the_same_when_offloaded(
+    make_pixel_pipeline, make_transformer, make_vae
+):
+    pixels = torch.rand(1, 3, 16, 16) * 2 - 1
+    pipe = make_pixel_pipeline(transformer=make_transformer(), vae=make_vae().bfloat16())
+    with torch.no_grad():
+        before = pipe.encode_posterior(pixels)
+        assert {part.dtype for part in before} == {torch.bfloat16}
+        pipe.enable_model_cpu_offload(device="cpu")
+        for expected, found in zip(before, pipe.encode_posterior(pixels), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
 def test_tiny_autoencoder_draws_and_encodes(make_pixel_pipeline, make_transformer, make_vae, draw):
     transformer = make_transformer(pooled_projection_dim=24)
     pipe = make_pixel_pipeline(transformer=transformer, vae=make_vae("tiny"))
@@ -308,13 +353,24 @@ def test_a_vae_that_overflows_is_named(make_pixel_pipeline, make_transformer, ma
         pipe.vae.quant_conv.bias.fill_(float("nan"))
         with pytest.raises(ValueError, match=r"pixels are NaN or infinite: the VAE ran in torch\.float32"):
             pipe.decode_latents(torch.zeros(1, 4, 8, 8))
-        with pytest.raises(ValueError, match=r"latents after encoding are NaN"):
-            pipe.encode_latents(torch.zeros(1, 3, 16, 16))
+        for encode in (pipe.encode_latents, pipe.encode_posterior):
+            with pytest.raises(ValueError, match=r"latents after encoding are NaN"):
+                encode(torch.zeros(1, 3, 16, 16))
+
+
+def test_a_deviation_that_is_not_finite_is_named(make_pixel_pipeline, make_transformer, make_vae):
+    pipe = make_pixel_pipeline(transformer=make_transformer(), vae=make_vae())
+    with torch.no_grad():
+        pipe.vae.quant_conv.bias[4:].fill_(float("nan"))
+        with pytest.raises(ValueError, match=r"256 of 256 standard deviations of latents are NaN .* torch\.float32"):
+            pipe.encode_posterior(torch.zeros(1, 3, 16, 16))
 
 
 def test_pixels_of_another_shape_are_refused(make_pixel_pipeline):
-    with pytest.raises(ValueError, match=r"\[B, 3, H, W\]; got \[3, 8, 8\]"):
-        make_pixel_pipeline().encode_latents(torch.zeros(3, 8, 8))
+    pipe = make_pixel_pipeline()
+    for encode in (pipe.encode_latents, pipe.encode_posterior):
+        with pytest.raises(ValueError, match=r"\[B, 3, H, W\]; got \[3, 8, 8\]"):
+            encode(torch.zeros(3, 8, 8))
 
 
 @pytest.mark.parametrize("output_type", ["jpeg", None])

@@ -168,3 +168,21 @@ def trained(
         AcceleratorState._reset_state(reset_partial_state=True)
         runs[mode] = train_quietly(build_config(**common, output=folder / mode, mode=mode))
     return runs
+
+
+@pytest.fixture(scope="session")
+def trained_together(saved_pipelines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    """A run of an adapter beside a LoRA, with prompts and an empty picture; tests must leave it as it is."""
+    folder = tmp_path_factory.mktemp("together")
+    pictures = write_pictures(folder / "pictures")
+    (pictures / "03.png").write_bytes(b"")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    config = build_config(
+        model=saved_pipelines["pixels"],
+        output=folder / "run",
+        pictures=pictures,
+        lora={"rank": 2},
+        evaluate_every=2,
+        validation={"prompts": ("red square", "a <b>blue</b> tree"), "count": 2, "steps": 2},
+    )
+    return train_quietly(config)[0]

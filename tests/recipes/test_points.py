@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from mmpreproj import load
-from mmpreproj.data.encoding import split_held_out
+from mmpreproj.data.splitting import split_held_out
 from mmpreproj.pipelines import PreProjSD3Pipeline, PreProjShapePipeline
 from mmpreproj.recipes.previews import Preview, choose_previews, draw_previews
 from mmpreproj.training.config import ConfigError
@@ -45,10 +45,10 @@ def test_a_run_on_triplets_leaves_a_model_that_makes_pictures_and_clouds(run, po
     done, screen = run(point_config(evaluate_every=2))
     output = done.config.output
     assert "clouds: 12 of 12" in screen
-    assert "1 cloud could not be read and its picture trained without:\n  11.npy: " in screen
+    assert "1 cloud could not be used and its picture trained without:\n  11.npy: " in screen
     assert re.search(r"step 3 of 3  loss [\d.]+ \(pictures [\d.]+, points [\d.]+\)", screen)
-    assert [path.name for path in sorted((output / "previews").iterdir())] == ["step-000002.png", "step-000003.png"]
-    assert Image.open(output / "previews" / "step-000003.png").size[0] > 200
+    assert [path.name for path in sorted((output / "previews").iterdir())] == ["shapes-000002.png", "shapes-000003.png"]
+    assert Image.open(output / "previews" / "shapes-000003.png").size[0] > 200
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert set(records[-1]["losses"]) == {"pictures", "points"}
     assert set(records[-1]["held_out_losses"]) >= {"pictures", "pictures with clouds", "points"}
@@ -78,11 +78,11 @@ def test_a_probe_saves_the_path_with_the_adapter(run, point_config, base):
 
 def test_an_earlier_runs_previews_are_refused_and_replaced_like_its_other_results(run, point_config):
     config = point_config()
-    stale, own = config.output / "previews" / "step-000001.png", config.output / "previews" / "mine.png"
+    stale, own = config.output / "previews" / "shapes-000001.png", config.output / "previews" / "mine.png"
     stale.parent.mkdir(parents=True)
     for path in (stale, own):
         path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"earlier run, or what looks like it \(step-000001\.png\)"):
+    with pytest.raises(ConfigError, match=r"earlier run, or what looks like it \(shapes-000001\.png\)"):
         run(config)
     run(config, overwrite=True)
     assert not stale.exists()
@@ -144,7 +144,7 @@ def test_a_missing_reader_is_told_of_before_anything_is_encoded(run, point_confi
     (triplets / "5.obj").write_text("v 0 0 0")
     (triplets / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setitem(sys.modules, "trimesh", None)
-    monkeypatch.setattr("mmpreproj.recipes.train.prepare_pipeline", lambda *arguments: pytest.fail("too late"))
+    monkeypatch.setattr("mmpreproj.recipes.train.open_base", lambda *arguments: pytest.fail("too late"))
     with pytest.raises(ImportError, match=r"pip install 'mmpreproj\[points\]'"):
         run(point_config())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmpreproj.data.encoding import EncodedPictures, TextEmbeddings
+from mmpreproj.data.encoding import EncodedPictures, LatentsInMemory, TextEmbeddings
 from mmpreproj.training.config import TrainConfig
 
 
@@ -23,7 +23,7 @@ def make_pictures() -> Callable[..., EncodedPictures]:
             return torch.randn(*shape, generator=generator)
 
         return EncodedPictures(
-            latents=draw(count, 4, 8, 8),
+            latents=LatentsInMemory(draw(count, 4, 8, 8)),
             captions=tuple(f"caption {index}" for index in range(count)),
             text=TextEmbeddings(
                 draw(count, 5, 24), draw(count, 20), torch.arange(5) < 1 + torch.arange(count)[:, None]

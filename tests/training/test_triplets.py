@@ -1,5 +1,6 @@
 """Text, picture and shape in one model: the losses against the equations, what is shown, and what moves."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import mmpreproj
 from mmpreproj import PointPathConfig, PreProjConfig
+from mmpreproj.core.draws import Draw, generator_of
 from mmpreproj.patching.hooks import POINT_CLOUD, POINT_MASK
 from mmpreproj.points import point_velocity
 from mmpreproj.points.path import point_path
@@ -66,43 +68,64 @@ def make_objective(make_pictures):
 
 
 def batch_of(pictures, indices=None):
-    items = [pictures[index] for index in (range(len(pictures)) if indices is None else indices)]
+    """Draw pictures, all of them by default, as the first draws of a run."""
+    chosen = range(len(pictures)) if indices is None else indices
+    items = [pictures[Draw(index, number)] for number, index in enumerate(chosen)]
     return {key: torch.stack([item[key] for item in items]) for key in items[0]}
+
+
+def shown_of(objective, batch, most):
+    return objective.show_clouds(batch, objective.generators(batch), most=most)
+
+
+def noisy_of(objective, transformer, batch):
+    return objective.noisy_points(
+        batch, objective.generators(batch), pooled=batch["pooled"], path=point_path(transformer)
+    )
 
 
 def losses(objective, transformer, batch):
     return objective.losses(objective.denoiser(transformer), batch)
 
 
-def test_the_loss_of_points_equals_a_reference_written_from_the_equations(make_objective, make_model, make_triplets):
-    transformer, batch = make_model(spread=1.7), batch_of(make_triplets())
-    objective = make_objective(flow={"logit_mean": 0.4, "logit_std": 0.6, "shift": 1.5})
-    drawn = objective.noisy_points(batch, batch["pooled"], point_path(transformer))
-    inputs, target = drawn
+@pytest.mark.parametrize("scheme", ["logit_normal", "cosmap"])
+def test_the_loss_of_points_equals_a_reference_written_from_the_equations(
+    make_objective, make_model, make_triplets, scheme
+):
+    transformer, batch = make_model(spread=1.7, condition=False), batch_of(make_triplets())
+    flow = {"scheme": scheme, "logit_mean": 0.4, "logit_std": 0.6, "shift": 1.5}
+    found = losses(make_objective(flow=flow, cloud_share=7 / 8), transformer, batch)["points"]
 
-    draws = torch.Generator().manual_seed(3)  # the same draws, by hand
-    places = torch.randint(32, (8, 6), generator=draws)
-    clean = torch.stack([cloud[rows] for cloud, rows in zip(batch["cloud"], places, strict=True)]) * 1.7
-    noise = torch.randn(8, 6, 3, generator=draws)
-    sigma = 1 / (1 + torch.exp(-torch.normal(0.4, 0.6, (8,), generator=draws)))
-    sigma = 1.5 * sigma / (1 + 0.5 * sigma)
-    torch.testing.assert_close(target, noise - clean)
-    torch.testing.assert_close(inputs["points"], (1 - sigma)[:, None, None] * clean + sigma[:, None, None] * noise)
-    torch.testing.assert_close(inputs["timestep"], 1000 * sigma)
-
-    predicted = point_velocity(transformer, **inputs)
-    per_cloud = (predicted - target).square().mean(dim=(1, 2))
-    expected = per_cloud[batch["has_cloud"]].mean()
-    fixed = make_objective(cloud_share=7 / 8)
-    fixed.noisy_points = lambda *arguments: drawn
-    torch.testing.assert_close(losses(fixed, transformer, batch)["points"], expected)
+    expected = 0.0
+    for place in range(8):
+        own = generator_of(3, place)
+        torch.randn(4, 8, 8, generator=own)  # of the picture: its noise, level and dropout
+        torch.normal(0.0, 1.0, (1,), generator=own)
+        torch.rand(1, generator=own)
+        clean = 1.7 * batch["cloud"][place][torch.randint(32, (6,), generator=own)]
+        noise = torch.randn(6, 3, generator=own)
+        if scheme == "cosmap":
+            sigma = torch.rand(1, generator=own)
+        else:
+            sigma = 1 / (1 + torch.exp(-torch.normal(0.4, 0.6, (1,), generator=own)))
+        sigma = 1.5 * sigma / (1 + 0.5 * sigma)
+        weight = 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2)) if scheme == "cosmap" else torch.ones(1)
+        with torch.no_grad():
+            predicted = point_velocity(
+                transformer,
+                ((1 - sigma) * clean + sigma * noise)[None],
+                timestep=1000 * sigma,
+                pooled_projections=batch["pooled"][place][None],
+            )[0]
+        there = float(batch["has_cloud"][place])
+        expected += there * float(weight) * float((predicted - (noise - clean)).double().square().mean()) / 7
+    assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_features_are_not_widened_with_the_coordinates(make_objective, make_model, make_triplets):
-    path = point_path(make_model(features=2, spread=3.0))
     batch = batch_of(make_triplets(channels=5))
     batch["cloud"] = torch.ones_like(batch["cloud"])
-    inputs, target = make_objective().noisy_points(batch, batch["pooled"], path)
+    inputs, target, _ = noisy_of(make_objective(), make_model(features=2, spread=3.0), batch)
     sigma = (inputs["timestep"] / 1000)[:, None, None]
     clean = inputs["points"] - sigma * target  # z - σ(ε - x) = x
     torch.testing.assert_close(clean, torch.tensor([3.0, 3, 3, 1, 1]).expand_as(clean), rtol=1e-4, atol=1e-4)
@@ -120,13 +143,13 @@ def test_the_loss_of_pictures_is_that_of_pictures_alone_where_no_cloud_is_shown(
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_clouds_are_shown_to_the_given_share_of_pictures(make_objective, make_triplets, share):
     batch = batch_of(make_triplets(), [0] * 4000)
-    mask = make_objective(dropout=share).show_clouds(batch, most=8)[POINT_MASK]
+    mask = shown_of(make_objective(dropout=share), batch, 8)[POINT_MASK]
     assert float(mask.any(dim=1).float().mean()) == pytest.approx(1 - share, abs=0.03)
 
 
 def test_shown_clouds_differ_in_size_and_are_points_of_their_own_cloud(make_objective, make_triplets):
     pictures = make_triplets()
-    shown = make_objective(dropout=0.0).show_clouds(batch_of(pictures, [0, 2, 1] * 300), most=10)
+    shown = shown_of(make_objective(dropout=0.0), batch_of(pictures, [0, 2, 1] * 300), 10)
     counts = shown[POINT_MASK].sum(dim=1)
     assert set(counts[2::3].tolist()) == {0}  # it has no cloud
     assert set(counts[0::3].tolist()) == set(range(3, 11))
@@ -161,26 +184,59 @@ def test_a_path_of_one_use_trains_that_use_alone(make_objective, make_model, mak
     assert all(parameter.grad is not None for parameter in mmpreproj.parameters(transformer))
 
 
-def test_the_loss_of_points_does_not_depend_on_how_batches_are_cut(make_objective, make_model, make_triplets):
+def test_no_loss_depends_on_how_draws_are_cut_into_batches(make_objective, make_model, make_triplets):
     transformer, batch = make_model(), batch_of(make_triplets(without=(1, 2, 3, 6)))
-    drawn = make_objective().noisy_points(batch, batch["pooled"], point_path(transformer))
+    objective = make_objective(cloud_share=0.5, caption_dropout=0.3, flow={"scheme": "cosmap"})
 
-    def loss(rows):
-        objective = make_objective(cloud_share=0.5, dropout=1.0)
-        inputs = {key: value[rows] for key, value in drawn[0].items()}
-        objective.noisy_points = lambda *arguments: (inputs, drawn[1][rows])
-        return losses(objective, transformer, {key: value[rows] for key, value in batch.items()})["points"].item()
+    def found(rows):
+        parts = losses(objective, transformer, {key: value[rows] for key, value in batch.items()})
+        return {name: value.item() for name, value in parts.items()} | {"total": objective.total(parts).item()}
 
-    whole = loss(slice(0, 8))
+    whole = found(slice(0, 8))
+    assert set(whole) == {"pictures", "points", "total"}
     for size in (1, 2, 4):
-        parts = [loss(slice(start, start + size)) for start in range(0, 8, size)]
-        assert sum(parts) / len(parts) == pytest.approx(whole, rel=1e-5)
+        parts = [found(slice(start, start + size)) for start in range(0, 8, size)]
+        for name, value in whole.items():
+            assert sum(part[name] for part in parts) / len(parts) == pytest.approx(value, rel=1e-5)
+        assert len({part["total"] for part in parts}) == len(parts)
+
+
+def test_what_is_drawn_of_a_cloud_depends_on_the_draw_and_the_seed_alone(make_objective, make_model, make_triplets):
+    transformer, batch = make_model(), batch_of(make_triplets(), [0] * 4)
+    alone = {key: value[2:3] for key, value in batch.items()}
+
+    def drawn(batch, seed=3):
+        objective = make_objective(dropout=0.0, seed=seed)
+        inputs, target, _ = noisy_of(objective, transformer, batch)
+        return [shown_of(objective, batch, 8)[POINT_CLOUD], inputs["points"], inputs["timestep"], target]
+
+    for among, own, other in zip(drawn(batch), drawn(alone), drawn(alone, seed=4), strict=True):
+        assert torch.equal(among[2:3], own)
+        assert not torch.equal(among[1:2], own)
+        assert not torch.equal(other, own)
+
+
+@pytest.mark.parametrize("name", ["cloud", "has_cloud", "tokens"])
+def test_a_batch_with_fewer_clouds_or_captions_than_pictures_is_refused(
+    make_objective, make_model, make_triplets, name
+):
+    batch = batch_of(make_triplets())
+    batch[name] = batch[name][:1]
+    with pytest.raises(ValueError, match=rf"not of the same number of samples: latents 8, .*{name} 1\b"):
+        losses(make_objective(), make_model(), batch)
+
+
+def test_points_cannot_be_shifted_by_a_resolution(make_objective):
+    with pytest.raises(
+        ValueError, match=r"points\.flow\.shift_resolution is 512, but points have no pixels; leave it"
+    ):
+        make_objective(flow={"shift_resolution": 512})
 
 
 def test_points_that_happen_to_be_one_are_not_shown(make_objective, make_triplets):
     batch = batch_of(make_triplets(), [0, 2])
     batch["cloud"][0, 1:] = batch["cloud"][0, 0]
-    shown = make_objective(dropout=0.0).show_clouds(batch, most=8)
+    shown = shown_of(make_objective(dropout=0.0), batch, 8)
     assert shown[POINT_MASK].any(dim=1).tolist() == [
         bool((shown[POINT_CLOUD][0] != shown[POINT_CLOUD][0, 0]).any()),
         True,
@@ -236,6 +292,15 @@ def test_an_oracle_of_points_has_no_held_out_loss(make_model, make_triplets, mon
     before = measure(transformer)
     monkeypatch.setattr("mmpreproj.training.triplets.point_velocity", oracle)
     assert measure(transformer) < 1e-6 < before
+
+
+def test_without_a_cloud_there_is_nothing_to_measure(make_triplets, make_pictures):
+    for pictures in (make_triplets(without=range(8)), make_triplets().subset([1]), make_triplets().subset([])):
+        for measure in (CloudHeldOutLoss, PointHeldOutLoss):
+            with pytest.raises(ValueError, match="none of these pictures has a cloud"):
+                measure(pictures)
+    with pytest.raises(ValueError, match="none of these pictures has a cloud"):
+        PointHeldOutLoss(make_pictures())
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The model card of a saved adapter: a README with its skip profile as a picture."""
+"""The model card of a saved adapter: a README with its skip profile as a picture; and the parts that cards share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import ModelCardData
 
 from mmpreproj.files import write_atomically
 from mmpreproj.patching.config import PreProjConfig
@@ -18,18 +20,47 @@ CARD_NAME = "README.md"
 PICTURE_NAME = "profile.png"
 MARK = "<!-- written by mmpreproj.save, and written anew by it while this line is here -->"
 INITIAL = "#e08a2e"
+TAGS = ("mmpreproj", "diffusers", "adapter")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def write_card(folder: Path, saved: SavedAdapter, report: PatchReport, profile: Profile) -> None:
     """Write `README.md` and `profile.png` beside an adapter; a README without our mark is left alone."""
-    card = folder / CARD_NAME
-    if card.is_file() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
+    if not may_write(folder, MARK):
         return
     if profile.rows or profile.gains:
         write_atomically(folder / PICTURE_NAME, lambda path: draw_profile(profile, Path(path)))
-    text = _card(saved, report, profile)
-    write_atomically(card, lambda path: Path(path).write_text(text, encoding="utf-8"))
+    write_text(folder / CARD_NAME, _card(saved, report, profile))
+
+
+def may_write(folder: Path, *marks: str) -> bool:
+    """Tell whether a folder has no README, or one with a mark of ours."""
+    card = folder / CARD_NAME
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
+    return text is None or any(mark in text for mark in marks)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text in one move."""
+    write_atomically(path, lambda place: Path(place).write_text(text, encoding="utf-8"))
+
+
+def is_hub_id(source: str | None) -> bool:
+    """Tell whether this names a repository of the hub, `owner/name`, and no folder on this disk."""
+    return source is not None and HUB_ID.fullmatch(source) is not None and not Path(source).exists()
+
+
+def front_matter(base: str | None, *, library: str, tags: Sequence[str], **further: Any) -> list[str]:
+    """Write what the hub reads of a card, in lines.
+
+    Args:
+        base: hub id of the base; None where it has none.
+        library: what loads the files.
+        tags: for the hub's search.
+        further: other fields of `huggingface_hub.ModelCardData`; those that are None are left out.
+    """
+    data = ModelCardData(library_name=library, base_model=base, tags=list(tags), **further)
+    return ["---", *data.to_yaml().splitlines(), "---"]
 
 
 def draw_profile(profile: Profile, path: Path) -> None:
@@ -72,19 +103,14 @@ def _row_label(block: int, attention: str, weights: str) -> str:
 
 
 def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
-    base, source, points = saved.base, saved.base.name_or_path, saved.config.points
-    on_hub = source is not None and HUB_ID.fullmatch(source) is not None and not Path(source).exists()
-    front = ["---", "library_name: mmpreproj", *([f"base_model: {source}"] if on_hub else [])]
-    front += ["tags:", "- mmpreproj", "- diffusers", "- adapter", "---"]
-    where = f"`{source}`" if on_hub else f"a `{base.model_class}`"
+    source = saved.base.name_or_path
     lines = [
-        *front,
+        *front_matter(source if is_hub_id(source) else None, library="mmpreproj", tags=TAGS),
         MARK,
         "",
-        f"# {_title(saved.config)}",
+        f"# {title_of(saved.config)}",
         "",
-        f"An adapter for {where}: pre-projection is nonlinear features before Q/K/V, content skip a linear "
-        "way around attention ([arXiv 2604.10791](https://arxiv.org/abs/2604.10791)).",
+        describe_adapter(saved),
         "",
         "```python",
         "import mmpreproj",
@@ -92,24 +118,50 @@ def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
         'mmpreproj.load(pipe.transformer, "this folder or hub id")',
         "```",
         "",
+        *adapter_table(saved, report),
+        "",
+        *profile_section(profile),
+    ]
+    return "\n".join(lines)
+
+
+def describe_adapter(saved: SavedAdapter) -> str:
+    """Say in a sentence what an adapter is and for what."""
+    source = saved.base.name_or_path
+    where = f"`{source}`" if is_hub_id(source) else f"a `{saved.base.model_class}`"
+    return (
+        f"An adapter for {where}: pre-projection is nonlinear features before Q/K/V, content skip a linear "
+        "way around attention ([arXiv 2604.10791](https://arxiv.org/abs/2604.10791))."
+    )
+
+
+def adapter_table(saved: SavedAdapter, report: PatchReport) -> list[str]:
+    """Write what an adapter is as a table, in lines."""
+    points, length = saved.config.points, saved.max_sequence_length
+    return [
         "| what | value |",
         "|---|---|",
-        f"| made for | {base} |",
+        f"| made for | {saved.base} |",
         f"| blocks | {_ranges(report.blocks)} |",
         f"| streams | {', '.join(report.streams)} |",
         f"| parameters | {report.parameters:,} |",
         *([f"| point path | {_points(points)}; {report.point_parameters:,} parameters |"] if points else []),
+        *([f"| longest text | {length} tokens |"] if length is not None else []),
         *(f"| `{field}` | {value!r} |" for field, value in saved.config.to_dict().items()),
         f"| saved by | mmpreproj {saved.library_version} |",
-        "",
     ]
-    if profile.rows or profile.gains:
-        picture = f"![norms of W_skip and W_down, and rotary gains, per block]({PICTURE_NAME})"
-        lines += ["## Skip profile", "", picture, "", "```", str(profile), "```", ""]
-    return "\n".join(lines)
 
 
-def _title(config: PreProjConfig) -> str:
+def profile_section(profile: Profile) -> list[str]:
+    """Show the skip profile, picture and figures, in lines; none where there is none."""
+    if not (profile.rows or profile.gains):
+        return []
+    picture = f"![norms of W_skip and W_down, and rotary gains, per block]({PICTURE_NAME})"
+    return ["## Skip profile", "", picture, "", "```", str(profile), "```", ""]
+
+
+def title_of(config: PreProjConfig) -> str:
+    """Name what an adapter adds, as a heading."""
     parts = {
         "pre-projection": config.pre_projection,
         "content skip": config.skip,

@@ -43,6 +43,7 @@ def fill(built: BuiltAdapter, saved: SavedAdapter, weights: dict[str, Tensor], f
             parameter.copy_(weights[key])
     for path, (_, _, adapter) in built.sites.items():
         adapter.initial_norms = saved.initial_norms.get(path, adapter.initial_norms)
+        adapter.text_length = saved.max_sequence_length
 
 
 def _check_range(what: str, weight: Tensor, dtype: torch.dtype) -> None:
@@ -78,6 +79,7 @@ def copy_in_place(model: nn.Module, built: BuiltAdapter, weights: dict[str, Tens
             target.copy_(weights[key])
     for path, old in present.items():
         old.config, old.initial_norms = fresh[path].config, fresh[path].initial_norms
+        old.text_length = fresh[path].text_length
     return True
 
 

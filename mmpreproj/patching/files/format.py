@@ -19,6 +19,7 @@ from torch import Tensor
 from mmpreproj import __version__
 from mmpreproj.files import write_atomically
 from mmpreproj.patching.config import PreProjConfig
+from mmpreproj.patching.text_length import check_text_length
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -65,12 +66,14 @@ class SavedAdapter:
     """The contents of `adapter_config.json`.
 
     `initial_norms` keeps, per attention path, the Frobenius norms of `W_down` and `W_skip` at the start of training.
+    `max_sequence_length` is the longest text, in tokens, of training; the file has it where it is known.
     """
 
     base: BaseModel
     config: PreProjConfig
     initial_norms: dict[str, Any]
     library_version: str
+    max_sequence_length: int | None = None
 
     def to_json(self) -> str:
         """Return the file's text. `save_id` says which weights it was written with."""
@@ -82,6 +85,8 @@ class SavedAdapter:
             "config": self.config.to_dict(),
             "initial_norms": self.initial_norms,
         }
+        if self.max_sequence_length is not None:
+            values["max_sequence_length"] = self.max_sequence_length
         values["save_id"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
         return json.dumps(values, indent=2) + "\n"
 
@@ -153,7 +158,10 @@ def _parse_config(text: str, path: Path) -> SavedAdapter:
         base, config = BaseModel(**values["base"]), PreProjConfig.from_dict(values["config"])
         norms = {path: {part: dict(site[part]) for part in PARTS} for path, site in values["initial_norms"].items()}
         _check_types(base, norms)
-        return SavedAdapter(base, config, norms, values["library_version"])
+        length = values.get("max_sequence_length")
+        if length is not None:
+            check_text_length(length)
+        return SavedAdapter(base, config, norms, values["library_version"], length)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is incomplete or has a bad value: {error}") from error
 

@@ -47,6 +47,7 @@ from mmpreproj.patching.points.life import check_room_for_points
 from mmpreproj.patching.points.path import POINT_CHILD
 from mmpreproj.patching.profile import profile
 from mmpreproj.patching.report import PatchReport, report
+from mmpreproj.patching.text_length import text_length
 
 
 def save(
@@ -87,6 +88,7 @@ def save(
         config=adapter_config(model, name),
         initial_norms={path: adapter.initial_norms for path, adapter in named_adapters(model, name)},
         library_version=__version__,
+        max_sequence_length=text_length(model, name=name),
     )
     folder = Path(folder)
     write_adapter(folder, saved, weights)

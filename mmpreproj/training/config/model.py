@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PlainSerializer, Tag, model_validator
 
 from mmpreproj.patching.config import PreProjConfig
-from mmpreproj.training.config.section import Section
+from mmpreproj.training.config.section import Names, Section
 
 
 class ScratchModel(Section):
@@ -35,6 +35,38 @@ class ScratchModel(Section):
         if self.width % self.heads:
             raise ValueError(f"width {self.width} must be a multiple of heads {self.heads}")
         return self
+
+
+class LoraSettings(Section):
+    """LoRA through PEFT, alone as a baseline or beside the adapter.
+
+    Attributes:
+        rank: r, the inner width of each pair of matrices.
+        alpha: the update is scaled by `alpha / rank`; None for the rank, which is no scaling.
+        dropout: of what enters the matrices.
+        targets: names of the layers that get it, by the ends of their paths; `all-linear` for every linear layer.
+    """
+
+    also_called: ClassVar[Mapping[str, str]] = {
+        "r": "rank",
+        "lora_alpha": "alpha",
+        "lora_dropout": "dropout",
+        "target_modules": "targets",
+    }
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float | None = Field(default=None, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: Names = (
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_k",
+        "attn.to_out.0",
+        "attn.to_q",
+        "attn.to_v",
+    )
 
 
 def _read_adapter(value: Any) -> Any:

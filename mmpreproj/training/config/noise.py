@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
 from pydantic import Field
 
 from mmpreproj.training.config.section import Section
 
 
 class FlowConfig(Section):
-    """How noise levels are drawn: `σ = shift(sigmoid(N(logit_mean, logit_std²)))`.
+    """How noise levels are drawn and errors weighted.
+
+    A level is drawn with density `scheme`, then shifted by `s·σ / (1 + (s - 1)·σ)`.
 
     Attributes:
-        logit_mean: mean of the logit.
-        logit_std: standard deviation of the logit.
-        shift: as `shift` of the scheduler; None takes the scheduler's own.
+        scheme: `logit_normal` and `mode` are densities of the level, errors weigh alike; `uniform` is neither;
+            `cosmap` and `sigma_sqrt` draw uniformly and weigh errors by `2 / (π·(1 - 2σ + 2σ²))` and `1 / σ²`.
+        logit_mean: mean of the logit, for `logit_normal`.
+        logit_std: standard deviation of the logit, for `logit_normal`.
+        mode_scale: strength of `mode`; 0 is uniform.
+        shift: `s`, as `shift` of the scheduler; None takes the scheduler's own.
+        shift_resolution: side in pixels of the square pictures that `shift` is meant for; those with n times as many
+            pixels take `shift · √n`. None shifts all alike.
+
+    Source: arXiv 2403.03206, sections 3.1 and 5.3.2.
     """
 
+    also_called: ClassVar[Mapping[str, str]] = {"weighting_scheme": "scheme", "timestep_sampling": "scheme"}
+
+    scheme: Literal["logit_normal", "mode", "cosmap", "sigma_sqrt", "uniform"] = "logit_normal"
     logit_mean: float = 0.0
     logit_std: float = Field(default=1.0, gt=0)
+    mode_scale: float = Field(default=1.29, ge=-1, le=1.75)
     shift: float | None = Field(default=None, gt=0)
+    shift_resolution: int | None = Field(default=None, ge=1)
 
 
 class PointTraining(Section):

@@ -11,10 +11,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.points.settings import PointPathConfig
 from mmpreproj.training.config.data import DataConfig
-from mmpreproj.training.config.model import Adapter, Model, ScratchModel
+from mmpreproj.training.config.model import Adapter, LoraSettings, Model, ScratchModel
 from mmpreproj.training.config.noise import FlowConfig, PointTraining
-from mmpreproj.training.config.optimisation import OptimizerConfig
+from mmpreproj.training.config.optimisation import EmaConfig, OptimizerConfig
 from mmpreproj.training.config.section import Section
+from mmpreproj.training.config.watching import Tracker, ValidationConfig
 
 # YAML 1.1 reads a bare `no` as false.
 Precision = Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(lambda value: "no" if value is False else value)]
@@ -26,23 +27,29 @@ class TrainConfig(Section):
     Attributes:
         model: hub id or folder of a Diffusers SD3 pipeline, or the sizes of a small one to make new.
         output: folder for everything that the run writes.
-        mode: `probe`, only the adapter trains; `full`, all of the transformer.
-        adapter: what is patched in; None (with mode `full`) trains the stock model.
+        mode: `probe`, the base is frozen and what is added to it trains; `full`, all of the transformer.
+        adapter: what is patched in; None for nothing, which needs `lora`, `thaw` or mode `full`.
+        lora: LoRA, beside the adapter or instead of it; None for none.
+        thaw: parts of the base that train in mode `probe` too: `norms`, `biases`.
         data: the pictures.
         optimizer: the updates.
+        ema: a moving average of what trains; None for none.
         flow: the noise levels.
         points: how clouds are trained on, where the adapter has `points`.
         steps: number of optimiser steps.
         batch_size: pictures per step and process, before accumulation.
         gradient_accumulation: batches per optimiser step.
         caption_dropout: share of captions replaced by the empty one, for classifier-free guidance.
-        max_sequence_length: longest text, in tokens, of T5.
+        max_sequence_length: longest text, in tokens, of T5; kept with what is saved, and the pipeline's default.
         precision: autocast dtype; trained weights stay fp32. `no` is fp32 throughout.
         gradient_checkpointing: trade time for memory.
         evaluate_every: steps between held-out losses; 0 for the end only.
         held_out_levels: noise levels per held-out picture.
+        validation: pictures of fixed prompts at each evaluation.
+        trackers: where losses, pictures and profile go besides the run's folder.
         checkpoint_every: steps between checkpoints; 0 for none.
         keep_checkpoints: older ones are removed.
+        push_to_hub: a repository id such as `me/my-adapter`, which the result is uploaded to; None for no upload.
         seed: of everything random.
     """
 
@@ -56,14 +63,36 @@ class TrainConfig(Section):
         "output_dir": "output",
         "checkpointing_steps": "checkpoint_every",
         "checkpoints_total_limit": "keep_checkpoints",
+        "report_to": "trackers",
+        "hub_model_id": "push_to_hub",
+        "use_ema": "ema",
+        "proportion_empty_prompts": "caption_dropout",
+        # of sections
+        "learning_rate": "optimizer.learning_rate",
+        "lr": "optimizer.learning_rate",
+        "lr_scheduler": "optimizer.schedule",
+        "lr_warmup_steps": "optimizer.warmup_steps",
+        "max_grad_norm": "optimizer.max_grad_norm",
+        "weighting_scheme": "flow.scheme",
+        "rank": "lora.rank",
+        "train_data_dir": "data.folder",
+        "instance_data_dir": "data.folder",
+        "dataset_name": "data.dataset",
+        "resolution": "data.resolution",
+        "dataloader_num_workers": "data.workers",
+        "validation_prompt": "validation.prompts",
+        "num_validation_images": "validation.count",
     }
 
     model: Model
     output: Path
     mode: Literal["probe", "full"] = "probe"
     adapter: Adapter | None = Field(default_factory=PreProjConfig)
+    lora: LoraSettings | None = None
+    thaw: tuple[Literal["norms", "biases"], ...] = ()
     data: DataConfig
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    ema: EmaConfig | None = None
     flow: FlowConfig = Field(default_factory=FlowConfig)
     points: PointTraining = Field(default_factory=PointTraining)
     steps: int = Field(default=1000, ge=1)
@@ -75,18 +104,31 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = False
     evaluate_every: int = Field(default=100, ge=0)
     held_out_levels: int = Field(default=4, ge=1)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    trackers: tuple[Tracker, ...] = ("tensorboard",)
     checkpoint_every: int = Field(default=500, ge=0)
     keep_checkpoints: int = Field(default=2, ge=1)
+    push_to_hub: str | None = None
     seed: int = Field(default=0, ge=0, lt=2**32)
 
     @model_validator(mode="after")
     def _something_trains(self) -> TrainConfig:
-        if self.mode == "probe" and self.adapter is None:
-            raise ValueError(
-                "mode 'probe' trains the adapter alone, but adapter is null; set adapter: {} or mode: full"
-            )
         if self.mode == "probe" and isinstance(self.model, ScratchModel):
             raise ValueError("mode 'probe' would leave a new model's random weights as they are; set mode: full")
+        if self.mode == "probe" and self.adapter is None and self.lora is None and not self.thaw:
+            raise ValueError(
+                "mode 'probe' trains what is added to the base, but adapter is null; set adapter: {}, lora: {} or "
+                "mode: full"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_trains_twice(self) -> TrainConfig:
+        if self.lora is not None and (self.mode == "full" or self.thaw):
+            what = "mode 'full'" if self.mode == "full" else "thaw"
+            raise ValueError(f"{what} trains weights of the base, which lora leaves as they are; use one of the two")
+        if self.mode == "full" and self.thaw:
+            raise ValueError("mode 'full' trains norms and biases with everything else; leave thaw out, or use probe")
         return self
 
     @model_validator(mode="after")
@@ -97,9 +139,12 @@ class TrainConfig(Section):
                 "metadata that names each row's cloud or mesh file, or data.source: furniture, or leave "
                 "adapter.points out"
             )
-        if self.data.points_column is not None and not self.trains_points:
+        named = [source.points_column is not None for source in self.data.sources]
+        if any(named) and not self.trains_points:
+            where = f"data.mix.{named.index(True)}" if self.data.mix else "data"
             raise ValueError(
-                "data.points_column is set, but nothing trains on clouds; set adapter: {points: {}}, or leave it out"
+                f"{where}.points_column is set, but nothing trains on clouds; set adapter: {{points: {{}}}}, or leave "
+                "it out"
             )
         return self
 

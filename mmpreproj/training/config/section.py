@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, get_args
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 
 
 class ConfigError(ValueError):
@@ -16,7 +16,8 @@ class Section(BaseModel):
     """A part of the configuration; unknown keys are refused, and so are numbers that are not finite, or truth values.
 
     Attributes:
-        also_called: what other tools call a key, to answer those who write that.
+        also_called: what other tools call a key, to answer those who write that; the key may be one of a section,
+            `optimizer.learning_rate`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
@@ -25,8 +26,19 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        kinds = get_args(annotation) or (annotation,)
-        if isinstance(value, bool) and (int in kinds or float in kinds):
+        kinds = set(parts_of(cls.model_fields[str(info.field_name)].annotation))
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(part, bool) for part in values) and bool not in kinds and kinds & {int, float}:
             raise ValueError("give a number, not true or false")
         return value
+
+
+def parts_of(annotation: Any) -> Iterator[Any]:
+    """List what an annotation such as `Annotated[float, …] | None` is put together from."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from parts_of(part)
+
+
+# Several of something, of which one may be written without brackets.
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]

@@ -1,0 +1,17 @@
+"""The command line: `mmpreproj quickstart | train | generate | shapes | view | inspect`.
+
+Heavy imports happen inside the commands, so that `--help` answers at once.
+"""
+
+from mmpreproj.cli.app import app
+from mmpreproj.cli.generation import generate, shapes
+from mmpreproj.cli.training import quickstart, train
+from mmpreproj.cli.viewing import inspect, view
+
+for command in (quickstart, train, generate, shapes, view, inspect):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
