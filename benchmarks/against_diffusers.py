@@ -36,7 +36,7 @@ import typer
 import yaml
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
-from mmpreproj.data.openmoji import OpenMojiSource
+from mmpreproj.data.sources.openmoji import OpenMojiSource
 
 ARMS = {
     "peer": "diffusers' example",

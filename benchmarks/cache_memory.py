@@ -69,8 +69,8 @@ def run_one(folder: Path, draws: int) -> None:
     """Prepare a folder as a run does, draw from it, and print what was used, as JSON."""
     from mmpreproj.data.buckets import Size
     from mmpreproj.data.caching import Encoding, encode_pictures
-    from mmpreproj.data.folder import FolderSource
     from mmpreproj.data.samples import look_at_pictures, plan_samples
+    from mmpreproj.data.sources.folder import FolderSource
     from mmpreproj.data.store import TensorStore
     from mmpreproj.training.batches import BucketBatches, make_loader
 

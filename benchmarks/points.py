@@ -27,7 +27,7 @@ import typer
 from torch import Tensor
 
 from mmpreproj.data.encoding import EncodedPictures
-from mmpreproj.data.furniture import FurnitureSource
+from mmpreproj.data.sources.furniture import FurnitureSource
 from mmpreproj.pipelines.shapes import PreProjShapePipeline
 from mmpreproj.points.drawing import draw_clouds_grid
 from mmpreproj.points.metrics import chamfer_distance, coverage, nearest_neighbour_accuracy, pairwise_chamfer

@@ -28,8 +28,8 @@ from mmpreproj import Positions, PreProjConfig
 from mmpreproj.data.buckets import Size
 from mmpreproj.data.caching import Encoding, encode_pictures
 from mmpreproj.data.encoding import EncodedPictures
-from mmpreproj.data.openmoji import OpenMojiSource
 from mmpreproj.data.samples import look_at_pictures, plan_samples
+from mmpreproj.data.sources.openmoji import OpenMojiSource
 from mmpreproj.data.splitting import split_held_out
 from mmpreproj.data.store import TensorStore
 from mmpreproj.pipelines.identity import TEXT, VAE, fingerprint

@@ -12,8 +12,8 @@ from torch import Tensor
 from mmpreproj.data.buckets import Size
 from mmpreproj.data.caching import Encoding, encode_pictures
 from mmpreproj.data.encoding import EncodedPictures
-from mmpreproj.data.pictures import PictureSource, UnreadablePictureError
 from mmpreproj.data.samples import look_at_pictures, plan_samples
+from mmpreproj.data.sources.pictures import PictureSource, UnreadablePictureError
 from mmpreproj.data.store import TensorStore
 
 SQUARE = ((Size(8, 8),),)

@@ -93,7 +93,7 @@ def test_modules_import_only_from_floors_below():
         ("core/a.py", "from mmpreproj import PreProjConfig", 1),
         ("core/a.py", "from ..patching import config", 1),
         ("core/a.py", "from . import b", 0),
-        ("patching/a.py", "from mmpreproj.data.folder import b", 1),
+        ("patching/a.py", "from mmpreproj.data.sources.folder import b", 1),
         ("patching/a.py", "from mmpreproj import __version__\nfrom mmpreproj.core.flow import velocity", 0),
         ("patching/deep/a.py", "from ...core import flow\nfrom .. import config", 0),
         ("patching/deep/a.py", "from ...training import loop", 1),

@@ -68,8 +68,8 @@ def train(
     settings = read_config(config, overrides or [])  # a mistake in it is answered before the heavy imports
     from accelerate import PartialState
 
-    from mmpreproj.recipes.output import check_config_survives
     from mmpreproj.recipes.train import run_training
+    from mmpreproj.recipes.train.output import check_config_survives
 
     hide_loading_bars()
     if resume is None:

@@ -1,10 +1,10 @@
 """Captioned pictures: where they come from and how they become training tensors."""
 
-from mmpreproj.data.folder import FolderSource, open_folder
-from mmpreproj.data.hub_dataset import HubDatasetSource
-from mmpreproj.data.mix import MixedSource
-from mmpreproj.data.openmoji import OpenMojiSource
-from mmpreproj.data.pictures import (
+from mmpreproj.data.sources.folder import FolderSource, open_folder
+from mmpreproj.data.sources.hub_dataset import HubDatasetSource
+from mmpreproj.data.sources.mix import MixedSource
+from mmpreproj.data.sources.openmoji import OpenMojiSource
+from mmpreproj.data.sources.pictures import (
     PictureSource,
     SkippedPicture,
     UnreadablePictureError,
@@ -12,8 +12,8 @@ from mmpreproj.data.pictures import (
     picture_size,
     to_rgb,
 )
-from mmpreproj.data.sidecars import SidecarSource
-from mmpreproj.data.tar_shards import ShardSource
+from mmpreproj.data.sources.sidecars import SidecarSource
+from mmpreproj.data.sources.tar_shards import ShardSource
 
 __all__ = [
     "FolderSource",

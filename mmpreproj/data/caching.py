@@ -9,8 +9,8 @@ import torch
 
 from mmpreproj.data.encoding import EncodedPictures, Encoder, StoredLatents, StoredTexts, TextEmbeddings
 from mmpreproj.data.encoding_work import EncodingWork
-from mmpreproj.data.pictures import WHITE, PictureSource, SkippedPicture
 from mmpreproj.data.samples import Sample
+from mmpreproj.data.sources.pictures import WHITE, PictureSource, SkippedPicture
 from mmpreproj.data.store import TensorStore, key_of
 
 VERSION = 1  # of how pictures become latents; a change of that makes old entries unfindable

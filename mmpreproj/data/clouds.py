@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmpreproj.data.pictures import SkippedPicture
-from mmpreproj.data.triplets import TripletSource
+from mmpreproj.data.sources.pictures import SkippedPicture
+from mmpreproj.data.sources.triplets import TripletSource
 from mmpreproj.points.checks import check_cloud, check_whole
 from mmpreproj.points.clouds import UnreadableCloudError, normalise
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mmpreproj.core.draws import Draw, generator_of
-from mmpreproj.data.pictures import SkippedPicture
+from mmpreproj.data.sources.pictures import SkippedPicture
 from mmpreproj.data.store import TensorStore
 
 POSTERIOR = 1  # what the random numbers of a sample's latents are drawn for; those of its noise are others

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mmpreproj.data.buckets import Size, fit
 from mmpreproj.data.encoding import Encoder, encode_captions, finite_rows
-from mmpreproj.data.pictures import PictureSource, UnreadablePictureError, decode
 from mmpreproj.data.samples import Sample, digest_of
+from mmpreproj.data.sources.pictures import PictureSource, UnreadablePictureError, decode
 from mmpreproj.data.store import TensorStore
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mmpreproj.data.buckets import Size, enlargement, nearest_bucket
-from mmpreproj.data.pictures import PictureSource, SkippedPicture, UnreadablePictureError, picture_size
+from mmpreproj.data.sources.pictures import PictureSource, SkippedPicture, UnreadablePictureError, picture_size
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def train(
         try:
             last = run.go(resume)
         finally:
-            stepper.restore_forward()
+            stepper.close()
         if last < config.steps:
             raise TrainingStoppedError(last, config.steps, stop.asked, checkpoint=run.last_checkpoint)
     if stepper.average is not None:

@@ -193,6 +193,11 @@ class Stepper:
             loss = self.objective.total(self._losses(self.last_batch))
         self._check_loss(self._means([{"": loss}])[""], step)
 
+    def close(self) -> None:
+        """End the processes that load, and take autocast off the transformer."""
+        self.batches = iter(())
+        self.restore_forward()
+
     def restore_forward(self) -> None:
         """Take autocast off the transformer."""
         # Accelerate's own way takes diffusers' decorators off too, and with them the LoRA scale.

@@ -11,8 +11,8 @@ from PIL import Image
 
 from mmpreproj.data.buckets import Size
 from mmpreproj.data.caching import Encoding, Share, encode_pictures
-from mmpreproj.data.pictures import SkippedPicture, UnreadablePictureError
 from mmpreproj.data.samples import look_at_pictures, plan_samples
+from mmpreproj.data.sources.pictures import SkippedPicture, UnreadablePictureError
 from mmpreproj.data.store import TensorStore
 
 TWO_SIZES = ((Size(8, 8),), (Size(16, 16),))

@@ -17,7 +17,7 @@ from store_kit import key
 from mmpreproj.core.draws import Draw
 from mmpreproj.data.buckets import Size
 from mmpreproj.data.encoding import EncodedPictures, LatentsInMemory, encode_captions
-from mmpreproj.data.pictures import SkippedPicture
+from mmpreproj.data.sources.pictures import SkippedPicture
 from mmpreproj.data.store import TensorStore
 from mmpreproj.pipelines.latents import encode_posterior
 from mmpreproj.training.batches import BucketBatches, make_loader

@@ -8,8 +8,8 @@ from bad_pictures_kit import write_good_pictures
 from encoding_kit import Pictures, shade, torn
 
 from mmpreproj.data.buckets import Size, bucket_sizes, enlargement, kept_share
-from mmpreproj.data.pictures import UnreadablePictureError
 from mmpreproj.data.samples import Look, Sample, look_at_pictures, plan_samples
+from mmpreproj.data.sources.pictures import UnreadablePictureError
 
 SMALL, LARGE = bucket_sizes(16, multiple=4), bucket_sizes(32, multiple=4)
 

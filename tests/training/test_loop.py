@@ -2,6 +2,7 @@
 
 import copy
 import math
+import multiprocessing
 from itertools import islice
 
 import pytest
@@ -437,3 +438,12 @@ def test_several_adapters_are_refused_with_their_names(make_patched, make_pictur
         train(transformer, make_pictures(), make_config(mode=mode))
     mmpreproj.unpatch(transformer, "style")
     train(transformer, make_pictures(), make_config(mode=mode, steps=1))
+
+
+def test_no_process_that_loads_outlives_a_run_whose_error_is_kept(make_patched, make_pictures, make_config):
+    before = set(multiprocessing.active_children())
+    config = make_config(steps=4, data={"folder": ".", "workers": 2})
+    with pytest.raises(TrainingDivergedError) as kept:
+        train(make_patched(), poison(make_pictures(8), step=2, batch_size=2), config)
+    assert kept.tb is not None  # with all that the run's functions had at hand
+    assert set(multiprocessing.active_children()) <= before
