@@ -81,7 +81,7 @@ class FolderSource(PictureSource):
 
     def read(self, index: int) -> bytes:
         """Return one picture's file; see `PictureSource.read`."""
-        return read_file(self.folder / self.names[index], self.names[index])
+        return read_file(os.path.join(self.folder, self.names[index]), self.names[index])
 
     def _take_more(self, table: Table, faults: list[SkippedPicture]) -> None:
         """Take further columns of the usable rows; for subclasses, called once names and captions are there."""
@@ -160,7 +160,7 @@ def _picture_of(row: Row, caption_column: str, folder: Path, before: dict[str, R
         raise ValueError(f"the row has no {FILE_COLUMN!r}: {got}")
     name = picture_path(name)
     # Not Path.is_file, which raises for a name too long for the file system.
-    if not os.path.isfile(folder / name):
+    if not os.path.isfile(os.path.join(folder, name)):
         raise ValueError(f"{name!r} is not in the folder")
     if name in before:
         raise ValueError(f"{name!r} is already listed in {before[name].place}")

@@ -71,14 +71,15 @@ class PictureSource(Protocol):
         return decode(self.read(index), self.names[index])
 
 
-def read_file(path: Path, name: str) -> bytes:
+def read_file(path: str | Path, name: str) -> bytes:
     """Return a file's bytes.
 
     Raises:
         UnreadablePictureError: if it is gone, or may not be read.
     """
     try:
-        return path.read_bytes()
+        with open(path, "rb") as file:
+            return file.read()
     except OSError as error:
         raise UnreadablePictureError(name, f"{type(error).__name__}: {error.strerror}") from error
 

@@ -7,6 +7,7 @@ flowers/
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
@@ -78,7 +79,7 @@ class SidecarSource(PictureSource):
 
     def read(self, index: int) -> bytes:
         """Return one picture's file; see `PictureSource.read`."""
-        return read_file(self.folder / self.names[index], self.names[index])
+        return read_file(os.path.join(self.folder, self.names[index]), self.names[index])
 
     def _caption(self, text: str | None, sharing: list[str], expected: str) -> str:
         """Read a caption.
