@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before everything else
 
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 import mmpreproj
 
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
+# Shells start jobs in the background with this signal ignored, and tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STYLES = ("sd3", "sd35")
 
