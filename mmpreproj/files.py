@@ -47,6 +47,13 @@ def write_atomically(path: Path, write: Callable[[str], Any]) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
+def remove_left_over(folder: Path) -> None:
+    """Remove the temporary files that a process killed in `write_atomically` has left in a folder."""
+    for path in folder.glob(".*.????????"):
+        if path.is_file():
+            path.unlink(missing_ok=True)
+
+
 def _umask() -> int:
     current = os.umask(0)  # there is no way to ask for it alone
     os.umask(current)

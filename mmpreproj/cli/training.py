@@ -83,4 +83,5 @@ def train(
         return
     measured = run.history[-1].held_out_losses
     parts = ", ".join(f"{loss:.4f} {name}" if len(measured) > 1 else f"{loss:.4f}" for name, loss in measured.items())
-    typer.echo(f"held-out loss: {parts}\nsaved: {run.saved}" if parts else f"saved: {run.saved}")
+    saved = " and ".join(map(str, run.results))
+    typer.echo(f"held-out loss: {parts}\nsaved: {saved}" if parts else f"saved: {saved}")

@@ -151,6 +151,7 @@ class EncodedPictures(Dataset[dict[str, Tensor]]):
         has_cloud: truth values `[N]`, with `clouds`.
         skipped_clouds: clouds that could not be read, whose pictures have none.
         places: the pictures' places in the source they came from.
+        origin: digest of the model that encoded them, and that is trained on them.
     """
 
     latents: Latents
@@ -167,6 +168,7 @@ class EncodedPictures(Dataset[dict[str, Tensor]]):
     has_cloud: Tensor | None = None
     skipped_clouds: tuple[SkippedPicture, ...] = ()
     places: tuple[int, ...] = ()
+    origin: str = ""
 
     def __len__(self) -> int:
         return len(self.captions)

@@ -76,6 +76,7 @@ class EncodingWork:
         keys = list(wanted)
         done = len(keys) - len(self.store.missing(keys))
         mine = self.store.missing(keys[self.share.rank :: self.share.count])
+        self.on_progress("captions", done, len(keys))
         with self.store.writer() as writer:
             for start in range(0, len(mine), self.batch_size):
                 batch = mine[start : start + self.batch_size]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mmpreproj.patching.onloading import diffusers_hook
 
-SAMPLED = 1024  # values of each weight that are looked at; all of a text encoder's would take a minute
+SAMPLED = 2**18  # values of each weight that are looked at: some of every row of the largest embeddings there are
 
 VAE = ("vae",)
 TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")

@@ -83,6 +83,8 @@ def load_pipeline(
 
 
 def _load_lora(pipeline: PreProjSD3Pipeline, lora: str) -> None:
+    if not Path(lora).exists() and (Path(lora).is_absolute() or lora.count("/") != 1):
+        raise FileNotFoundError(f"no LoRA at {lora!r}: no such folder or file, and no hub id such as owner/name")
     try:
         pipeline.load_lora_weights(lora)
     except OSError as error:

@@ -112,8 +112,8 @@ def check_progress(
         )
     if samples is not None and progress.samples != samples:
         raise ConfigError(
-            f"--resume: the pictures or captions are no longer those that {checkpoint} was trained on; bring them "
-            "back, or start anew in another output"
+            f"--resume: the pictures or captions are no longer those, or the base is no longer the one, that "
+            f"{checkpoint} was trained on; bring them back, or start anew in another output"
         )
     return progress
 
@@ -121,8 +121,10 @@ def check_progress(
 def samples_digest(pictures: EncodedPictures) -> str:
     """Return a digest of what is trained on and in which order: captions, sizes, and the pictures themselves."""
     digest = hashlib.sha256()
-    for parts in (pictures.captions, pictures.groups, pictures.times, pictures.latents.identity()):
+    for parts in (pictures.captions, pictures.groups, pictures.times, pictures.latents.identity(), [pictures.origin]):
         digest.update(json.dumps([str(part) for part in parts]).encode())
+    if pictures.clouds is not None:
+        digest.update(pictures.clouds.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -39,8 +39,14 @@ def find_files(folder: Path, suffixes: Collection[str]) -> set[str]:
         subfolders[:] = [name for name in subfolders if not is_set_aside(name)]
         inner = os.path.relpath(parent, folder).replace(os.sep, "/")
         prefix = "" if inner == "." else f"{inner}/"
-        found |= {prefix + file for file in files if _suffix(file) in suffixes and not is_set_aside(file)}
+        wanted = [file for file in files if _suffix(file) in suffixes and not is_set_aside(file)]
+        # A pipe would be waited at for ever; a link that leads nowhere is told of when it is read.
+        found |= {prefix + file for file in wanted if _may_be_read(os.path.join(parent, file))}
     return found
+
+
+def _may_be_read(path: str) -> bool:
+    return os.path.isfile(path) or os.path.islink(path)
 
 
 def is_set_aside(name: str) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -105,13 +106,15 @@ def make_inputs(
             device=accelerator.device,
             seed=config.seed,
             skipped=may_skip,
-            on_progress=lambda stage, done, total: reporter.stage(stage, done, total),
+            on_progress=_Told(reporter),
         )
     if cut.count:
         reporter.say(f"{count_of(cut.count, 'caption')} too long for the text encoder; the last: {cut.last}")
     if config.point_path is not None:
         pictures = _add_clouds(pictures, source, config, config.point_path, reporter=reporter)
-    places = _split_samples(source, pictures, config)
+    pictures = replace(pictures, origin=_origin(pipeline))
+    digests = {sample.look.place: sample.look.digest for sample in samples}
+    places = _split_samples(source, pictures, config, digests)
     trained = _with_times(pictures.subset(places[0]), source, data, reporter)
     if config.trains_points:
         _check_clouds(trained)
@@ -126,6 +129,20 @@ def make_inputs(
         skipped=tuple(skipped),
         buckets=buckets,
     )
+
+
+class _Told:
+    """Shows how far encoding is, and says once a stage how much the cache had already."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self._begun: set[str] = set()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._begun:
+            self._begun.add(stage)
+            self.reporter.say(f"{stage}: {done} of {total} are in the cache")
+        self.reporter.stage(stage, done, total)
 
 
 def cache_folder(config: TrainConfig) -> Path:
@@ -162,6 +179,12 @@ def _plan(
     return samples, buckets
 
 
+def _origin(pipeline: PreProjSD3Pipeline) -> str:
+    """Tell one base from another: transformer, text encoders and scheduler."""
+    scheduler = json.dumps(dict(pipeline.scheduler.config), sort_keys=True, default=str)
+    return fingerprint(pipeline, ("transformer", *TEXT)) + scheduler
+
+
 def _encoding(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> Encoding:
     return Encoding(
         vae=fingerprint(pipeline, VAE),
@@ -182,11 +205,11 @@ def _open_store(folder: Path, reporter: Reporter) -> TensorStore:
 
 
 def _split_samples(
-    source: PictureSource, pictures: EncodedPictures, config: TrainConfig
+    source: PictureSource, pictures: EncodedPictures, config: TrainConfig, digests: Mapping[int, str]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Split samples, so that all sizes of a picture are on one side."""
+    """Split samples, so that all sizes of a picture, and all copies of its file, are on one side."""
     there = list(dict.fromkeys(pictures.places))
-    _, held = split(source, there, config)
+    _, held = split(source, there, config, digests=[digests[place] for place in there])
     held_places = {there[index] for index in held}
     sides = [place in held_places for place in pictures.places]
     trained = tuple(index for index, is_held in enumerate(sides) if not is_held)

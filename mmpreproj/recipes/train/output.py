@@ -23,8 +23,9 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
         ConfigError: if there are such files and `overwrite` is false; if a folder that would be replaced is of no run;
             or if the path is a file.
     """
-    if folder.is_file():
-        raise ConfigError(f"output: {folder} is a file; name a folder")
+    file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+    if file is not None:
+        raise ConfigError(f"output: {file} is a file; name a folder")
     if (folder / "previews").is_file():
         raise ConfigError(f"output: {folder / 'previews'} is a file, and a run keeps a folder there; choose another")
     for path in (folder / name for name in RESULTS):

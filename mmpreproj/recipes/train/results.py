@@ -9,6 +9,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from mmpreproj.files import remove_left_over
 from mmpreproj.patching.files.card import CARD_NAME, draw_profile, may_write
 from mmpreproj.patching.files.storage import save
 from mmpreproj.patching.lookup import is_patched
@@ -36,6 +37,8 @@ def write_results(
     is_main = accelerator.is_main_process
     with whole_weights(transformer, keep=is_main, frozen=trains_base(config)):
         if is_main:
+            for folder in (output, *(output / name for name in RESULTS)):
+                remove_left_over(folder)
             pipeline.transformer = transformer  # noted for model_index.json anew: not as the class that FSDP2 made
             _write(pipeline, config)
             draw_loss_curves(history, output / "loss.png")
@@ -61,7 +64,11 @@ def _write(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> None:
 def _write_model(pipeline: PreProjSD3Pipeline, folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    pipeline.save_pretrained(partial)
+    try:
+        pipeline.save_pretrained(partial)
+    except Exception as error:  # safetensors has an error of its own for a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(f"the model could not be written to {folder} ({error}); go on with --resume latest") from error
     if not may_write(folder, TRAINING_MARK):  # a person's own, of an earlier end of this run
         shutil.copyfile(folder / CARD_NAME, partial / CARD_NAME)
     shutil.rmtree(folder, ignore_errors=True)

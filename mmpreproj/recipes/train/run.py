@@ -24,13 +24,14 @@ from mmpreproj.recipes.train.results import write_results
 from mmpreproj.recipes.train.tracking import check_trackers
 from mmpreproj.recipes.train.upload import check_login, upload
 from mmpreproj.recipes.train.watching import Watch
-from mmpreproj.training.checkpoints import drop_later, find_checkpoint
+from mmpreproj.training.checkpoints import find_checkpoint
 from mmpreproj.training.config import TrainConfig, write_config
 from mmpreproj.training.loop import Scheduler, StepRecord, make_accelerator, train
 from mmpreproj.training.optimisation import check_optimizer
 from mmpreproj.training.progress import check_progress, samples_digest
+from mmpreproj.training.stopping import listening
 from mmpreproj.training.trainable import select_trainable
-from mmpreproj.training.weights import trains_base
+from mmpreproj.training.weights import LORA, trains_base
 
 
 @dataclass
@@ -52,6 +53,12 @@ class TrainingRun:
     history: list[StepRecord]
     inputs: Inputs
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def results(self) -> tuple[Path, ...]:
+        """Every folder with trained weights: `saved`, and that of a LoRA beside an adapter."""
+        beside = self.config.lora is not None and self.saved.name != LORA
+        return (self.saved, self.config.output / LORA) if beside else (self.saved,)
 
     @property
     def pictures(self) -> EncodedPictures:
@@ -114,7 +121,7 @@ def run_training(
     checkpoint = None if resume is None else find_checkpoint(config.output / "checkpoints", resume)
     if checkpoint is not None:
         check_progress(checkpoint, config, processes=accelerator.num_processes)
-    else:
+    if not _is_own(checkpoint, config):
         check_output(config.output, overwrite=overwrite)
         check_inputs_survive(config)
     seconds: dict[str, float] = {}
@@ -136,9 +143,12 @@ def run_training(
         try:
             with _timed(seconds, "training"):
                 history = _train(pipeline, inputs, config, accelerator, reporter, checkpoint)
-            encoders.restore()
             run = TrainingRun(config, pipeline, config.output / _result(config), history, inputs, seconds)
-            write_results(run.pipeline, config, history, inputs=inputs, accelerator=accelerator)
+            with listening():  # nothing that asks to stop may cost the results now
+                if trains_base(config):
+                    encoders.restore()  # they are part of the model's folder
+                write_results(run.pipeline, config, history, inputs=inputs, accelerator=accelerator)
+            encoders.restore()
             if accelerator.is_main_process:
                 upload(config, run.saved, say=reporter.say)
         finally:
@@ -159,13 +169,13 @@ def _train(
     if checkpoint is not None:
         samples, processes = samples_digest(inputs.trained), accelerator.num_processes
         done = check_progress(checkpoint, config, samples=samples, processes=processes)
+        left = config.steps - done.step
+        what = f"{left} steps are left" if left else "no step is left; the results are written again"
+        reporter.say(f"going on after step {done.step} of {config.steps}: {what}")
     accelerator.wait_for_everyone()  # only now: nothing that is refused costs an earlier run's results
     if accelerator.is_main_process:
-        if checkpoint is None:
+        if not _is_own(checkpoint, config):
             clear_output(config.output)
-        else:
-            config.output.mkdir(parents=True, exist_ok=True)  # another than the checkpoint's, perhaps
-            drop_later(config.output / "checkpoints", done.step)
         write_config(config, config.output / "config.yaml")
     accelerator.wait_for_everyone()
     with Watch(pipeline, inputs, config, accelerator=accelerator, reporter=reporter, checkpoint=checkpoint) as watch:
@@ -185,6 +195,11 @@ def _train(
             on_evaluate=watch.evaluate,
         )
         return watch.history
+
+
+def _is_own(checkpoint: Path | None, config: TrainConfig) -> bool:
+    """Tell whether a run goes on in the folder that it began in."""
+    return checkpoint is not None and checkpoint.resolve().parent == (config.output / "checkpoints").resolve()
 
 
 def _result(config: TrainConfig) -> str:

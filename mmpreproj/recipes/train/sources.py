@@ -67,10 +67,17 @@ def check_readers(source: PictureSource) -> None:
         import_trimesh()
 
 
-def split(source: PictureSource, places: Sequence[int], config: TrainConfig) -> tuple[list[int], list[int]]:
-    """Split pictures, given by their places in the source; see `split_held_out`."""
+def split(
+    source: PictureSource, places: Sequence[int], config: TrainConfig, *, digests: Sequence[str] = ()
+) -> tuple[list[int], list[int]]:
+    """Split pictures, given by their places in the source and digests of their files; see `split_held_out`.
+
+    Copies of a picture stay together, so that none that is held out is trained on under another name.
+    """
     data, captions = config.data, [source.captions[place] for place in places]
     together: list[list[Hashable | None]] = [list(captions)] if data.held_out_by == "caption" else []
+    if len(set(digests)) < len(digests):
+        together.append(list(digests))
     if config.trains_points:  # several pictures may be views of one shape
         clouds = cast(TripletSource, source).clouds
         together.append([clouds[place] for place in places])

@@ -20,7 +20,7 @@ from mmpreproj.recipes.train.output import preview_path
 from mmpreproj.recipes.train.previews import Preview, choose_previews, draw_previews
 from mmpreproj.recipes.train.tracking import Trackers
 from mmpreproj.recipes.train.validation import draw_prompts
-from mmpreproj.training.checkpoints import tell_last
+from mmpreproj.training.checkpoints import drop_later, tell_last
 from mmpreproj.training.config import TrainConfig
 from mmpreproj.training.loop import StepRecord
 from mmpreproj.training.progress import step_of
@@ -55,15 +55,17 @@ class Watch:
         self.accelerator, self.reporter = accelerator, reporter
         self.metrics = config.output / "metrics.jsonl"
         step = None if checkpoint is None else step_of(checkpoint)
-        self.history = [] if step is None else read_history(self.metrics, up_to=step)
+        # Of the checkpoint's own run, which may be in another folder.
+        earlier = None if checkpoint is None else checkpoint.parent.parent / self.metrics.name
+        self.history = [] if earlier is None or step is None else read_history(earlier, up_to=step)
         self.shapes = _shapes(inputs, config)
         self.trackers = Trackers(config, from_step=step or 0, is_main=accelerator.is_main_process)
         self._measured: dict[str, float] = {}
+        self._earlier: list[StepRecord] | None = list(self.history)  # to be written with the first record
 
     def __enter__(self) -> Watch:
-        if self.accelerator.is_main_process:
-            lines = "".join(json.dumps(asdict(record)) + "\n" for record in self.history)
-            write_atomically(self.metrics, lambda path: Path(path).write_text(lines, encoding="utf-8"))
+        if not self.history and self.accelerator.is_main_process:
+            self._drop_later()
         return self
 
     def __exit__(
@@ -78,6 +80,7 @@ class Watch:
         if not self.accelerator.is_main_process:
             return
         try:
+            self._drop_later()
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(record)) + "\n")
         except OSError as error:  # names no file if it comes when the file is closed
@@ -85,6 +88,19 @@ class Watch:
             raise OSError(error.errno, told, str(self.metrics)) from error
         self.trackers.step(record, profile=self._measured)
         self._measured = {}
+
+    def _drop_later(self) -> None:
+        """Drop, before the first record, what an earlier try has left of steps that are taken again.
+
+        Not sooner: until a checkpoint has been loaded, those after it are not to be lost.
+        """
+        if self._earlier is None:
+            return
+        lines = "".join(json.dumps(asdict(record)) + "\n" for record in self._earlier)
+        write_atomically(self.metrics, lambda path: Path(path).write_text(lines, encoding="utf-8"))
+        if self._earlier:
+            drop_later(self.config.output / "checkpoints", self._earlier[-1].step)
+        self._earlier = None
 
     def evaluate(self, step: int) -> None:
         """Draw what the model makes of fixed prompts, and measure the skip profile."""

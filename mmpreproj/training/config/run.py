@@ -148,6 +148,12 @@ class TrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _clouds_are_not_mirrored(self) -> TrainConfig:
+        if self.trains_points and self.data.flip > 0:
+            raise ValueError("data.flip mirrors pictures, and would not mirror their clouds; leave it out with points")
+        return self
+
     @property
     def point_path(self) -> PointPathConfig | None:
         """The adapter's way for points, which is trained on clouds beside pictures; None for pictures alone."""

@@ -1,5 +1,7 @@
 """Pictures with a text file beside each: what is a caption, and every way a pair can be wrong."""
 
+import os
+
 import pytest
 from PIL import Image
 
@@ -156,3 +158,13 @@ def test_an_extension_of_no_text_is_refused(tmp_path, extension):
 def test_an_unknown_way_to_treat_errors_is_refused(tmp_path):
     with pytest.raises(ValueError, match="on_error is 'warn'"):
         SidecarSource(tmp_path, on_error="warn")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+def test_a_pipe_called_like_a_picture_is_not_waited_at(tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("a square")
+    os.mkfifo(tmp_path / "z.png")
+    (tmp_path / "z.txt").write_text("a pipe")
+    os.mkfifo(tmp_path / "a.caption")
+    assert SidecarSource(tmp_path).names == ["a.png"]

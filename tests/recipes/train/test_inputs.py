@@ -516,3 +516,20 @@ def test_damaged_files_of_the_cache_are_told_and_what_they_held_is_encoded_anew(
     assert f"2 files of the cache {tmp_path / 'cache'} cannot be read; encoding anew:\n" in screen
     assert screen.count("remove it, what it held is computed anew") == 2
     assert all(torch.equal(again.pictures[place]["latents"], before[place]) for place in range(12))
+
+
+def test_copies_of_a_picture_are_never_on_both_sides(encode, pictures):
+    for path in sorted(pictures.glob("*.png")):
+        path.write_bytes(png(int(path.stem)))
+    found, _ = encode(data={"mix": [{"folder": str(pictures)}] * 2, "folder": None, "held_out": 4})
+    held, trained = (set(side.latents.identity()) for side in (found.held_out, found.trained))
+    assert not held & trained
+    assert len(found.held_out) >= 4
+
+
+def test_what_the_cache_has_already_is_said(encode):
+    _, cold = encode()
+    _, warm = encode()
+    assert "pictures: 0 of 12 are in the cache" in cold
+    assert "pictures: 12 of 12 are in the cache" in warm
+    assert "captions: 4 of 4 are in the cache" in warm

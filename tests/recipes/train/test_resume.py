@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mmpreproj.recipes.train import run_training
 from mmpreproj.training.checkpoints import checkpoints
@@ -108,9 +108,10 @@ def test_a_run_that_was_stopped_leaves_what_one_that_was_not_leaves(
 
 
 @pytest.fixture
-def begun(run, make_config):
-    """A finished run of five steps with checkpoints of its second and fourth."""
-    done, _ = run(make_config(steps=5))
+def begun(run, make_config, base, tmp_path):
+    """A finished run of five steps, on a base of its own, with checkpoints of its second and fourth."""
+    own = shutil.copytree(base, tmp_path / "base")
+    done, _ = run(make_config(steps=5, model=str(own)))
     return done
 
 
@@ -152,7 +153,9 @@ def test_half_a_line_and_later_ones_in_the_records_are_written_anew(run, begun):
 
 
 def test_with_the_output_moved_a_run_goes_on_from_the_path_of_a_checkpoint(run, begun, make_config, tmp_path):
-    moved = make_config(steps=5, output=tmp_path / "new place", evaluate_every=1, trackers=())
+    moved = make_config(
+        steps=5, model=begun.config.model, output=tmp_path / "new place", evaluate_every=1, trackers=()
+    )
     resumed, _ = run(moved, resume=str(begun.config.output / "checkpoints" / "step-000004"))
     assert same(weights(resumed.saved), weights(begun.saved))
     assert read_config(moved.output / "config.yaml") == moved
@@ -172,7 +175,20 @@ def change_a_caption(pictures):
     return {}
 
 
+def change_the_base(pictures, model="transformer"):
+    base = next(pictures.parent.glob("base"))
+    path = next((base / model).glob("*.safetensors"))
+    save_file({name: value + 0.01 for name, value in load_file(path).items()}, path)
+    return {}
+
+
+def change_the_text_encoder(pictures):
+    return change_the_base(pictures, "text_encoder")
+
+
 REFUSALS = {
+    "another base": (change_the_base, "latest", r"the pictures or captions are no longer those"),
+    "another text encoder": (change_the_text_encoder, "latest", r"the pictures or captions are no longer those"),
     "other settings": (lambda pictures: {"seed": 3}, "latest", r"seed was 0, is 3"),
     "another rate": (
         lambda pictures: {"optimizer": {"learning_rate": 1e-3, "warmup_steps": 0}},
@@ -196,7 +212,7 @@ def test_what_is_refused_costs_nothing_of_the_run(run, begun, make_config, pictu
     before = tree(begun.config.output)
     changes = change(pictures)
     with pytest.raises(ConfigError, match=rf"--resume: .*{match}"):
-        run(make_config(**({"steps": 5} | changes)), resume=which)
+        run(make_config(**({"steps": 5, "model": begun.config.model} | changes)), resume=which)
     assert tree(begun.config.output) == before
     assert not (pictures.parent / "other").exists()
 
@@ -212,3 +228,28 @@ def test_overwriting_removes_checkpoints_that_are_not_whole_too(run, begun, make
     (folder / ".step-000009.partial").mkdir()
     run(make_config(steps=5, checkpoint_every=0), overwrite=True)
     assert list(folder.iterdir()) == []
+
+
+def test_a_damaged_earlier_checkpoint_costs_no_later_one(run, begun):
+    damaged = begun.config.output / "checkpoints" / "step-000002" / "state" / "optimizer.bin"
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:100] + bytes(200) + data[300:])
+    before = tree(begun.config.output)
+    with pytest.raises(ConfigError, match="step-000002"):
+        run(begun.config, resume="2")
+    after = tree(begun.config.output)
+    assert {name: after[name] for name in before if "tfevents" not in name} == {
+        name: value for name, value in before.items() if "tfevents" not in name
+    }
+
+
+def test_going_on_in_another_folder_costs_nothing_that_is_there(run, begun, make_config, tmp_path):
+    other, _ = run(make_config(steps=2, seed=7, output=tmp_path / "other"))
+    before = tree(other.config.output)
+    checkpoint = begun.config.output / "checkpoints" / "step-000002"
+    config = begun.config.model_copy(update={"output": tmp_path / "other"})
+    with pytest.raises(ConfigError, match="holds the results of an earlier run"):
+        run(config, resume=str(checkpoint))
+    assert tree(other.config.output) == before
+    run(config, resume=str(checkpoint), overwrite=True)
+    assert records(config) == records(begun.config)

@@ -168,6 +168,10 @@ def test_points_are_trained_on_where_a_source_has_clouds(data, has_clouds):
         assert "the data has no clouds; set data.points_column" in refusal(adapter=POINTED, data=data)
 
 
+def test_pictures_are_not_mirrored_where_their_clouds_are_not():
+    assert "data.flip mirrors pictures" in refusal(adapter=POINTED, data=CLOUDS | {"flip": 0.5})
+
+
 @pytest.mark.parametrize("adapter", [{}, None])
 def test_a_column_of_clouds_that_nothing_trains_on_is_refused_where_it_is(adapter):
     base = {"adapter": adapter, "mode": "full"}
