@@ -339,7 +339,8 @@ def test_other_data_are_refused(begun, make_pictures, what):
         "their sizes": dataclasses.replace(pictures, groups=("a", "b") * 4),
     }[what]
     with pytest.raises(
-        ConfigError, match=r"--resume: the pictures or captions are no longer those that .*step-000003"
+        ConfigError,
+        match=r"--resume: the pictures or captions are no longer those, or the base is no longer the one, that .*step-000003",
     ):
         begun(pictures=changed)
 
