@@ -20,9 +20,7 @@ def trains_base(config: TrainConfig) -> bool:
     return config.mode == "full" or bool(config.thaw)
 
 
-def write_weights(
-    transformer: nn.Module, folder: Path, config: TrainConfig, *, base_model: str | None = None, card: bool = False
-) -> None:
+def write_weights(transformer: nn.Module, folder: Path, config: TrainConfig, *, base_model: str | None = None) -> None:
     """Write what a run trains, each part in the form that it is loaded in.
 
     That is the adapter's files and `lora/`; or, where the base trains, `transformer/` (the base) and `preproj/` (the
@@ -33,7 +31,7 @@ def write_weights(
             base.save_pretrained(folder / "transformer")  # type: ignore[operator]
     if is_patched(transformer):
         place = folder / "preproj" if trains_base(config) else folder
-        save(transformer, place, base_model=base_model, card=card)
+        save(transformer, place, base_model=base_model, card=False)
     if config.lora is not None:
         write_lora(transformer, folder / LORA)
 

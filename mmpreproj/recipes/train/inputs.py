@@ -27,12 +27,10 @@ from mmpreproj.pipelines.latents import largest_side
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 from mmpreproj.recipes.progress import Reporter
 from mmpreproj.recipes.train.encoders import count_cut_prompts
-from mmpreproj.recipes.train.sources import check_readers, open_source, split
+from mmpreproj.recipes.train.sources import split
 from mmpreproj.recipes.train.validation import check_prompts
 from mmpreproj.training.batches import times_of
 from mmpreproj.training.config import ConfigError, DataConfig, TrainConfig
-
-__all__ = ["Inputs", "cache_folder", "check_readers", "choose_buckets", "make_inputs", "open_source", "split"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def make_inputs(
         reporter.say(f"{count_of(cut.count, 'caption')} too long for the text encoder; the last: {cut.last}")
     if config.point_path is not None:
         pictures = _add_clouds(pictures, source, config, config.point_path, reporter=reporter)
-    pictures = replace(pictures, origin=_origin(pipeline))
+    pictures = replace(pictures, origin=_origin(pipeline, encoding))
     digests = {sample.look.place: sample.look.digest for sample in samples}
     places = _split_samples(source, pictures, config, digests)
     trained = _with_times(pictures.subset(places[0]), source, data, reporter)
@@ -179,10 +177,10 @@ def _plan(
     return samples, buckets
 
 
-def _origin(pipeline: PreProjSD3Pipeline) -> str:
+def _origin(pipeline: PreProjSD3Pipeline, encoding: Encoding) -> str:
     """Tell one base from another: transformer, text encoders and scheduler."""
     scheduler = json.dumps(dict(pipeline.scheduler.config), sort_keys=True, default=str)
-    return fingerprint(pipeline, ("transformer", *TEXT)) + scheduler
+    return fingerprint(pipeline, ("transformer",)) + encoding.text + scheduler
 
 
 def _encoding(pipeline: PreProjSD3Pipeline, config: TrainConfig) -> Encoding:

@@ -111,10 +111,4 @@ def _previews(folder: Path) -> list[Path]:
 
 
 def _results(folder: Path) -> list[Path]:
-    return [
-        folder / "model",
-        folder / "adapter",
-        folder / LORA,
-        folder / "tensorboard",
-        *checkpoint_folders(folder / "checkpoints"),
-    ]
+    return [*(folder / name for name in RESULTS), *checkpoint_folders(folder / "checkpoints")]

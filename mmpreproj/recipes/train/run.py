@@ -13,14 +13,16 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from mmpreproj.data.encoding import EncodedPictures
+from mmpreproj.data.sources.faults import count_of
 from mmpreproj.data.sources.pictures import SkippedPicture
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
 from mmpreproj.recipes.progress import Reporter
 from mmpreproj.recipes.train.encoders import Encoders
-from mmpreproj.recipes.train.inputs import Inputs, check_readers, make_inputs, open_source, split
+from mmpreproj.recipes.train.inputs import Inputs, make_inputs
 from mmpreproj.recipes.train.output import check_inputs_survive, check_output, clear_output
 from mmpreproj.recipes.train.preparation import open_base, prepare_pipeline
 from mmpreproj.recipes.train.results import write_results
+from mmpreproj.recipes.train.sources import check_readers, open_source, split
 from mmpreproj.recipes.train.tracking import check_trackers
 from mmpreproj.recipes.train.upload import check_login, upload
 from mmpreproj.recipes.train.watching import Watch
@@ -205,13 +207,12 @@ def _is_own(checkpoint: Path | None, config: TrainConfig) -> bool:
 def _result(config: TrainConfig) -> str:
     if trains_base(config):
         return "model"
-    return "adapter" if config.adapter is not None else "lora"
+    return "adapter" if config.adapter is not None else LORA
 
 
 def _say_skipped(what: str, skipped: tuple[SkippedPicture, ...], consequence: str, reporter: Reporter) -> None:
     if skipped:
-        files = f"1 {what}" if len(skipped) == 1 else f"{len(skipped)} {what}s"
-        reporter.say(f"{files} could not be used and {consequence}:")
+        reporter.say(f"{count_of(len(skipped), what)} could not be used and {consequence}:")
     for file in skipped:
         reporter.say(f"  {file.name}: {file.reason}")
 

@@ -25,8 +25,9 @@ from mmpreproj.data.sources.furniture import CATALOGUE
 from mmpreproj.data.sources.pictures import UnreadablePictureError, decode
 from mmpreproj.pipelines import PreProjSD3Pipeline
 from mmpreproj.recipes.progress import Reporter
-from mmpreproj.recipes.train.inputs import cache_folder, make_inputs, open_source
+from mmpreproj.recipes.train.inputs import cache_folder, make_inputs
 from mmpreproj.recipes.train.preparation import open_base, prepare_pipeline
+from mmpreproj.recipes.train.sources import open_source
 from mmpreproj.training.batches import BucketBatches, make_loader
 from mmpreproj.training.config import ConfigError
 from mmpreproj.training.loop import make_accelerator

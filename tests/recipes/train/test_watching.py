@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from mmpreproj.recipes.progress import Reporter
-from mmpreproj.recipes.train.inputs import make_inputs, open_source
+from mmpreproj.recipes.train.inputs import make_inputs
 from mmpreproj.recipes.train.preparation import open_base, prepare_pipeline
+from mmpreproj.recipes.train.sources import open_source
 from mmpreproj.recipes.train.watching import Watch, read_history
 from mmpreproj.training.loop import StepRecord, make_accelerator
 
