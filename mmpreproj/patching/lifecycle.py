@@ -37,7 +37,7 @@ from mmpreproj.patching.report import PatchReport, report
 def patch(
     model: nn.Module, config: PreProjConfig | None = None, *, name: str = "default", family: Family | None = None
 ) -> PatchReport:
-    """Add pre-projection and content skip to a model's joint attention, in place.
+    """Add pre-projection and content skip to a model's attention, in place.
 
     In an adaLN block the attention branch is gated, and the skip joins it before the gate:
     `x + gate ⊙ (attention(x_tilde) + W_skip · x_tilde)`. With a gate of 1 that is the paper's equation to the letter.
@@ -45,7 +45,7 @@ def patch(
     attention they join; nothing of the base changes.
 
     Args:
-        model: a transformer of a known family, e.g. `SD3Transformer2DModel`; compiled and parallel wrappers are
+        model: of a known family, e.g. `SD3Transformer2DModel`, `LlamaForCausalLM`; compiled and parallel wrappers are
             looked through.
         config: the adapter's settings; defaults to `PreProjConfig()`.
         name: what the adapter is called on this model; it never enters a saved file.
@@ -55,7 +55,7 @@ def patch(
         A report of blocks, streams and parameters.
 
     Raises:
-        TypeError: if the model has no joint-attention blocks, or `config` is something else.
+        TypeError: if the table does not know the model, or `config` is something else.
         ValueError: if the model already carries an adapter of that name, the config does not fit the model, it is
             shared by several processes already, or group offloading keeps it on disk.
 
@@ -237,8 +237,8 @@ def _build_adapter(
         streams=site.streams,
         content=content,
         skipped=tuple(stream.name for stream in site.streams if not stream.is_discarded(attention)),
-        width=getattr(attention, family.width),
-        heads=getattr(attention, family.heads),
+        width=family.width_of(attention),
+        heads=family.heads_of(attention),
         device=device,
         dtype=dtype,
     )

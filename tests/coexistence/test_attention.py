@@ -201,7 +201,7 @@ def test_a_controlnet_is_refused_with_the_way_to_patch_it(transformer, make_inpu
         for parameter in blocks.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     controlnet.eval()
-    with pytest.raises(TypeError, match=r"SD3ControlNetModel has no joint-attention blocks that mmpreproj knows.*Fam"):
+    with pytest.raises(TypeError, match=r"SD3ControlNetModel has no attention blocks that mmpreproj knows.*Fam"):
         mmpreproj.patch(controlnet)
 
     def run():

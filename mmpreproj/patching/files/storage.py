@@ -224,9 +224,9 @@ def describe_base(model: nn.Module, family: Family, *, name_or_path: str | None 
     settings = {key: getattr(config, key, None) for key in family.settings}
     return BaseModel(
         model_class=family.model_class,  # what a subclass changes is not in the weights
-        width=int(getattr(attention, family.width)),
+        width=family.width_of(attention),
         depth=len(joint_blocks(model, family)),
-        heads=int(getattr(attention, family.heads)),
+        heads=family.heads_of(attention),
         name_or_path=name_or_path or _pipeline_of(getattr(config, "_name_or_path", None)),
         settings={key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()},
     )

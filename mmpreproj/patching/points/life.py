@@ -11,7 +11,7 @@ from torch import nn
 
 from mmpreproj.core.sharding import is_sharded
 from mmpreproj.patching.config import PreProjConfig
-from mmpreproj.patching.families import Family
+from mmpreproj.patching.families import FAMILIES, Family
 from mmpreproj.patching.following import follow_attentions
 from mmpreproj.patching.lookup import attention_sites, family_of, named_adapters, resolve_name, unwrap
 from mmpreproj.patching.machinery import check_not_distributed, tell_machinery
@@ -72,10 +72,14 @@ def build_points(model: nn.Module, config: PreProjConfig, family: Family) -> Poi
     if config.points is None:
         return None
     if family.points is None:
-        raise ValueError(f"points cannot go through {type(model).__name__}: its row names no way for them")
+        known = ", ".join(row.model_class for row in FAMILIES if row.points is not None)
+        raise ValueError(
+            f"points cannot go through {type(model).__name__}: its row names no way for them. They go where image tokens "
+            f"of a diffusion transformer go, conditioned on its timestep ({known}); leave points out"
+        )
     device, dtype = placement(conditioning(model, family))
     _, _, _, attention = next(attention_sites(model, family))
-    return PointAdapter(config.points, width=getattr(attention, family.width), device=device, dtype=dtype)
+    return PointAdapter(config.points, width=family.width_of(attention), device=device, dtype=dtype)
 
 
 def check_room_for_points(model: nn.Module, config: PreProjConfig, *, replacing: str | None = None) -> None:

@@ -38,7 +38,11 @@ def settle_positions(model: nn.Module, config: PreProjConfig, family: Family) ->
     if not config.needs_processor:
         return config
     if family.seam is None:
-        raise ValueError(f"positions and mask_padding cannot be set on {type(model).__name__}: its row names no seam")
+        raise ValueError(
+            f"positions and mask_padding cannot be set on {type(model).__name__}: its row names no seam for them; "
+            f"leave both out: the model keeps its own positions ({family.positions}), and what it lets attention "
+            "see is set by the attention_mask it is called with"
+        )
     for _, path, _, attention in attention_sites(model, family):
         found = type(getattr(attention, "processor", None)).__name__
         if not is_ours(attention) and found != family.seam.processor:
@@ -112,8 +116,8 @@ def without_positions(model: nn.Module) -> Iterator[None]:
 def head_width(model: nn.Module, family: Family) -> int:
     """Return the width of an attention head."""
     _, _, _, attention = next(attention_sites(model, family))
-    heads: int = getattr(attention, family.heads)
-    return getattr(attention, family.width) // heads
+    heads: int = family.heads_of(attention)
+    return family.width_of(attention) // heads
 
 
 def _with_base_size(positions: Positions, model: nn.Module, seam: PositionSeam) -> Positions:

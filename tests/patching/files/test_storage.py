@@ -259,7 +259,7 @@ def test_a_file_that_does_not_tell_the_settings_of_its_base_loads(make_transform
 
 def test_a_model_without_joint_blocks_is_refused(saved):
     model = nn.Linear(4, 4)
-    with pytest.raises(TypeError, match="Linear has no joint-attention blocks"):
+    with pytest.raises(TypeError, match="Linear has no attention blocks"):
         mmpreproj.load(model, saved)
     assert list(model.state_dict()) == ["weight", "bias"]
 

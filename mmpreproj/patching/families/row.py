@@ -1,11 +1,9 @@
-"""The table of model families: where the joint attention sits, and which argument is which stream.
-
-A family is data. To patch a model that is not listed, write a row of your own and pass it to `patch(family=…)`.
-"""
+"""What a row of the table says: a family is data, not code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -119,10 +117,10 @@ class Family:
 
     Attributes:
         model_class: name of the model class; subclasses are covered too.
-        blocks: name of the module list that holds the joint blocks.
+        blocks: path in the model of the module list that holds the blocks with these attentions.
         sites: the attention modules of a block.
-        width: attribute of an attention module that gives the token width D.
-        heads: attribute of an attention module that gives the number of heads.
+        width: attribute of an attention module that gives the token width D; dotted for one of an attribute's own.
+        heads: attribute of an attention module that gives the number of heads, dotted likewise.
         norm: what stands before the attention.
         gate: what multiplies the attention output, and so the skip, before the residual sum.
         positions: how the stock model encodes position.
@@ -143,73 +141,10 @@ class Family:
     seam: PositionSeam | None = None
     points: PointSeam | None = None
 
+    def width_of(self, attention: nn.Module) -> int:
+        """Read the token width D off an attention module."""
+        return int(attrgetter(self.width)(attention))
 
-_IMAGE = Stream("image", argument="hidden_states", position=0, output=0)
-_TEXT = Stream("text", argument="encoder_hidden_states", position=1, output=1, discarded_by="context_pre_only")
-
-FAMILIES: tuple[Family, ...] = (
-    Family(
-        model_class="SD3Transformer2DModel",
-        blocks="transformer_blocks",
-        sites=(
-            AttentionSite("attn", (_IMAGE, _TEXT)),
-            AttentionSite("attn2", (_IMAGE,), dual=True),
-        ),
-        width="query_dim",
-        heads="heads",
-        norm="AdaLN-Zero (AdaLN-Continuous for the text of the last block)",
-        gate="gate_msa per stream, gate_msa2 for attn2",
-        positions="absolute sin-cos in the patch embedding",
-        settings=("qk_norm", "dual_attention_layers"),
-        seam=PositionSeam(
-            latents=Argument("hidden_states", 0),
-            text=Argument("encoder_hidden_states", 1),
-            attention_kwargs=Argument("joint_attention_kwargs", 5),
-            patch_embedding="pos_embed",
-            patch_size="patch_size",
-            sample_size="sample_size",
-            processor="JointAttnProcessor2_0",
-        ),
-        points=PointSeam(
-            latents=Argument("hidden_states", 0),
-            pooled=Argument("pooled_projections", 2),
-            attention_kwargs=Argument("joint_attention_kwargs", 5),
-            conditioning="time_text_embed",
-            norm="norm1",
-            feed_forward_norm="norm2",
-            feed_forward="ff",
-        ),
-    ),
-)
-
-
-def find_family(model: nn.Module) -> Family:
-    """Find the row for a model by its class or a base class of it.
-
-    Raises:
-        TypeError: if the model has no joint attention that the table knows.
-    """
-    rows = {family.model_class: family for family in FAMILIES}
-    for base in type(model).__mro__:
-        if base.__name__ in rows:
-            return rows[base.__name__]
-    raise TypeError(
-        f"{type(model).__name__} has no joint-attention blocks that mmpreproj knows. Known model classes: "
-        f"{', '.join(rows)}. For another one, describe it with mmpreproj.patching.families.Family(…) and pass that "
-        "row as patch(model, config, family=…)"
-    )
-
-
-def joint_blocks(model: nn.Module, family: Family) -> nn.ModuleList:
-    """Return the model's joint blocks.
-
-    Raises:
-        TypeError: if the model has no such module list, or an empty one.
-    """
-    blocks = getattr(model, family.blocks, None)
-    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
-        raise TypeError(
-            f"{type(model).__name__} has no joint-attention blocks: {family.blocks!r} should be a non-empty "
-            f"torch.nn.ModuleList, found {type(blocks).__name__}"
-        )
-    return blocks
+    def heads_of(self, attention: nn.Module) -> int:
+        """Read the number of heads off an attention module."""
+        return int(attrgetter(self.heads)(attention))
