@@ -54,6 +54,33 @@ def remove_left_over(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def flush_file(path: Path) -> None:
+    """Make sure that a file and its name are on the disk, and not only on their way; a missing one is passed over.
+
+    Raises:
+        OSError: if it cannot be put there; `path` is named.
+    """
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        flush_folder(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def flush_folder(folder: Path) -> None:
+    """Make sure that the names of a folder's files are on the disk, where its system can tell."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _umask() -> int:
     current = os.umask(0)  # there is no way to ask for it alone
     os.umask(current)

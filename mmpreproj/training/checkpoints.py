@@ -3,7 +3,8 @@
 runs/x/checkpoints/step-000500/
   adapter_config.json, adapter_model.safetensors, lora/ …   what is trained, to be used as it is
   state/                                                   optimiser, schedule, averages, scaler, random numbers
-  progress.json                                            how far the run was, of which run it is, and its files
+  progress.json                                            how far the run was, of which run it is, and its files:
+                                                           how long each is, and its digest
 
 A checkpoint is written as `.step-000500.partial`, with `progress.json` last, and moved to its name. What is removed or
 replaced is moved to `.step-000500.removed` first. So a process may be killed at any instant.
@@ -21,9 +22,19 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
+from mmpreproj.files import flush_folder
 from mmpreproj.training import state
 from mmpreproj.training.config import ConfigError
-from mmpreproj.training.progress import PREFIX, PROGRESS, Progress, read_progress, step_of
+from mmpreproj.training.processes import on_every_process, on_main_process
+from mmpreproj.training.progress import (
+    PREFIX,
+    PROGRESS,
+    Progress,
+    check_contents,
+    file_digest,
+    read_progress,
+    step_of,
+)
 from mmpreproj.training.sharing import whole_weights
 from mmpreproj.training.weights import trains_base, write_weights
 
@@ -38,7 +49,8 @@ logger = logging.getLogger(__name__)
 def checkpoints(folder: Path) -> list[Path]:
     """List complete checkpoints, the oldest first.
 
-    Complete is one whose `progress.json` can be read, and all of whose files are there in their whole length.
+    Complete is one whose `progress.json` can be read, and all of whose files are there in their whole length; what is
+    in them is not read, which `find_checkpoint` does.
     """
     return [path for path in _numbered(folder) if _fault(path, step_of(path)) is None]
 
@@ -52,24 +64,34 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 def find_checkpoint(folder: Path, which: str) -> Path:
     """Find a checkpoint of a run by `latest`, by its step, or by its path.
 
-    A newer one that is not whole is passed over by `latest`, with a warning that names what it lacks.
+    Its files are read and compared with their digests. A newer one that is not whole is passed over by `latest`, with
+    a warning that names what it lacks.
 
     Raises:
         ConfigError: if there is none, or the one that is named is not whole; those that there are are listed.
     """
     _finish_moves(folder)
+    numbered = _numbered(folder)
+    faults: list[str] = []
+    for path in reversed(numbered) if which == "latest" else ():
+        fault = _fault(path, step_of(path), read_files=True)
+        if fault is None:
+            for newer in faults:
+                logger.warning("%s; going on from an earlier one", newer)
+            return path
+        faults.append(fault)
+    if faults:
+        newest = faults[0].removeprefix("--resume: ")
+        raise ConfigError(
+            f"--resume: no checkpoint {which!r} to go on from; {folder} holds none that is whole: {newest}"
+        )
     there = checkpoints(folder)
     listed = f"there are {', '.join(path.name for path in there)}" if there else f"{folder} holds none that is whole"
-    if which == "latest" and there:
-        for path in _numbered(folder)[::-1]:
-            if path in there:
-                return path
-            logger.warning("%s; going on from an earlier one", _fault(path, step_of(path)))
-    named = {path.name: path for path in _numbered(folder)} | {str(step_of(path)): path for path in _numbered(folder)}
+    named = {path.name: path for path in numbered} | {str(step_of(path)): path for path in numbered}
     found = named.get(which, Path(which))
     if step_of(found) is None or not found.is_dir():
         raise ConfigError(f"--resume: no checkpoint {which!r} to go on from; {listed}")
-    fault = _fault(found, step_of(found))
+    fault = _fault(found, step_of(found), read_files=True)
     if fault is not None:
         raise ConfigError(f"{fault}; {listed}")
     return found
@@ -99,23 +121,17 @@ def write_checkpoint(stepper: Stepper, progress: Progress) -> Path:
         The checkpoint's folder.
 
     Raises:
-        OSError: if it cannot be written; what was there before is kept.
+        OSError: if it cannot be written, on every process; what was there before is kept.
     """
     accelerator, config, folder = stepper.accelerator, stepper.config, stepper.checkpoint_folder
     target = folder / f"{PREFIX}{progress.step:06d}"
     partial = folder / f".{target.name}{PARTIAL}"
-    accelerator.wait_for_everyone()
+    settings = config.model_dump(mode="json")
+    progress = dataclasses.replace(progress, config=settings, processes=accelerator.num_processes)
     try:
-        if accelerator.is_main_process:
-            clean(folder)
-            partial.mkdir(parents=True)
-        accelerator.wait_for_everyone()
+        on_main_process(accelerator, lambda: _begin(folder, partial))
         _write_parts(stepper, partial)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            settings = config.model_dump(mode="json")
-            _finish(partial, dataclasses.replace(progress, config=settings, processes=accelerator.num_processes))
-            _put_in_place(partial, target)
+        on_main_process(accelerator, lambda: _finish(partial, target, progress))
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(
@@ -123,11 +139,7 @@ def write_checkpoint(stepper: Stepper, progress: Progress) -> Path:
         ):  # torch and safetensors have errors of their own
             raise _not_written(error, folder, progress.step) from error
         raise
-    if accelerator.is_main_process:
-        drop_later(folder, progress.step)
-        for old in checkpoints(folder)[: -config.keep_checkpoints]:
-            _remove(old)
-    accelerator.wait_for_everyone()
+    on_main_process(accelerator, lambda: _drop_others(folder, progress.step, keep=config.keep_checkpoints))
     return target
 
 
@@ -148,24 +160,36 @@ def clean(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _begin(folder: Path, partial: Path) -> None:
+    clean(folder)
+    partial.mkdir(parents=True)
+
+
 def _write_parts(stepper: Stepper, partial: Path) -> None:
     accelerator, config = stepper.accelerator, stepper.config
-    state.save_state(stepper, partial / STATE)
+    on_every_process(lambda: state.save_state(stepper, partial / STATE))
     base = config.model if isinstance(config.model, str) else None
-    is_main = accelerator.is_main_process
-    with whole_weights(stepper.transformer, keep=is_main, frozen=trains_base(config)):
-        if is_main:
-            write_weights(stepper.transformer, partial, config, base_model=base)
+    with whole_weights(stepper.transformer, keep=accelerator.is_main_process, frozen=trains_base(config)):
+        on_main_process(accelerator, lambda: write_weights(stepper.transformer, partial, config, base_model=base))
 
 
-def _finish(partial: Path, progress: Progress) -> None:
-    """Write what makes a checkpoint whole, once everything else is on the disk, and not only on its way."""
+def _finish(partial: Path, target: Path, progress: Progress) -> None:
+    """Write what makes a checkpoint whole, once everything else is on the disk, and move it to its name."""
     files = {path.relative_to(partial).as_posix(): path for path in sorted(partial.rglob("*")) if path.is_file()}
     _flush(partial)
     sizes = {name: path.stat().st_size for name, path in files.items()}
-    told = json.dumps(dataclasses.asdict(dataclasses.replace(progress, files=sizes)))
+    digests = {name: file_digest(path) for name, path in files.items()}
+    told = json.dumps(dataclasses.asdict(dataclasses.replace(progress, files=sizes, digests=digests)))
     (partial / PROGRESS).write_text(told, encoding="utf-8")
     _flush(partial)
+    _put_in_place(partial, target)
+
+
+def _drop_others(folder: Path, step: int, *, keep: int) -> None:
+    """Remove the checkpoints after a step, and the oldest."""
+    drop_later(folder, step)
+    for old in checkpoints(folder)[:-keep]:
+        _remove(old)
 
 
 def _put_in_place(partial: Path, target: Path) -> None:
@@ -180,7 +204,8 @@ def _put_in_place(partial: Path, target: Path) -> None:
         if replaces:
             os.replace(aside, target)
         raise
-    _flush_folder(target.parent)
+    for folder in (target.parent, target.parent.parent):
+        flush_folder(folder)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -208,9 +233,12 @@ def _numbered(folder: Path) -> list[Path]:
     return [found[step] for step in sorted(step for step in found if step is not None)]
 
 
-def _fault(path: Path, step: int | None) -> str | None:
+def _fault(path: Path, step: int | None, *, read_files: bool = False) -> str | None:
+    """Say what a checkpoint lacks, by the sizes of its files, or also by what is in them; None if it is whole."""
     try:
-        read_progress(path, step=step)
+        progress = read_progress(path, step=step)
+        if read_files:
+            check_contents(path, progress)
     except ConfigError as error:
         return str(error)
     return None
@@ -229,14 +257,4 @@ def _flush(folder: Path) -> None:
         for name in files:
             with open(Path(parent) / name, "rb") as file:
                 os.fsync(file.fileno())
-        _flush_folder(Path(parent))
-
-
-def _flush_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        flush_folder(Path(parent))

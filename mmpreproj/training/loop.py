@@ -14,6 +14,7 @@ from mmpreproj.data.encoding import EncodedPictures
 from mmpreproj.training.checkpoints import load_checkpoint, write_checkpoint
 from mmpreproj.training.config import ConfigError, TrainConfig
 from mmpreproj.training.measures import make_measures
+from mmpreproj.training.processes import on_main_process
 from mmpreproj.training.progress import Progress, check_progress, samples_digest
 from mmpreproj.training.sharing import check_sharing
 from mmpreproj.training.stepper import Scheduler, Stepper, StepResult, TrainingDivergedError
@@ -87,6 +88,7 @@ def train(
     resume: Path | None = None,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     on_evaluate: Callable[[int], None] = lambda step: None,
+    before_checkpoint: Callable[[], None] = lambda: None,
 ) -> nn.Module:
     """Train a transformer in place.
 
@@ -100,7 +102,10 @@ def train(
         resume: a checkpoint of the same run, after which it goes on as if it had never stopped.
         on_step: called on every process after each optimiser step, and once before the first with step 0.
         on_evaluate: called on every process whenever the held-out loss is due, with the step, while the averaged
-            weights are in place if there are any.
+            weights are in place if there are any; before the first step too, with 0, and not again where a run is
+            taken up.
+        before_checkpoint: called on the main process alone before each checkpoint is written, to put on the disk what
+            must not be behind it; what it raises is raised on every process.
 
     Returns:
         The same transformer, free of wrappers, with the averaged weights if there are any.
@@ -127,7 +132,15 @@ def train(
             scheduler=scheduler,
             stop_asked=lambda: stop.asked is not None,
         )
-        run = _Run(stepper, pictures, held_out, scheduler, on_step=on_step, on_evaluate=on_evaluate)
+        run = _Run(
+            stepper,
+            pictures,
+            held_out,
+            scheduler,
+            on_step=on_step,
+            on_evaluate=on_evaluate,
+            before_checkpoint=before_checkpoint,
+        )
         try:
             last = run.go(resume)
         finally:
@@ -153,11 +166,12 @@ class _Run:
         *,
         on_step: Callable[[StepRecord], None],
         on_evaluate: Callable[[int], None],
+        before_checkpoint: Callable[[], None],
     ) -> None:
         self.stepper, self.config = stepper, stepper.config
         self.measures = make_measures(held_out, stepper.config, timesteps=scheduler.timesteps)
         self.samples = samples_digest(pictures)
-        self.on_step, self.on_evaluate = on_step, on_evaluate
+        self.on_step, self.on_evaluate, self.before_checkpoint = on_step, on_evaluate, before_checkpoint
         self.last_checkpoint: Path | None = None
 
     def go(self, resume: Path | None) -> int:
@@ -198,8 +212,8 @@ class _Run:
             measured = self.stepper.measure(self.measures)
             if step:
                 self.stepper.check_held_out(measured, step)
-                with self.stepper.autocast():
-                    self.on_evaluate(step)
+            with self.stepper.autocast():
+                self.on_evaluate(step)
         return measured
 
     def _record(self, step: int, result: StepResult | None, measured: dict[str, float]) -> StepRecord:
@@ -219,4 +233,5 @@ class _Run:
         progress = Progress(
             step=step, pictures=self.stepper.pictures, seconds=self.stepper.seconds, samples=self.samples
         )
+        on_main_process(self.stepper.accelerator, self.before_checkpoint)
         self.last_checkpoint = write_checkpoint(self.stepper, progress)

@@ -48,6 +48,7 @@ class Progress:
         config: the run's settings, as plain values.
         processes: how many the run has.
         files: the checkpoint's other files, by their paths in it, and how many bytes each has.
+        digests: of the same files, as `file_digest` gives them; those of an older checkpoint are not known.
     """
 
     step: int
@@ -57,6 +58,7 @@ class Progress:
     config: dict[str, Any] = field(default_factory=dict)
     processes: int = 1
     files: dict[str, int] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 def step_of(path: Path) -> int | None:
@@ -86,6 +88,30 @@ def read_progress(checkpoint: Path, *, step: int | None) -> Progress:
     if progress.step != step:
         raise ConfigError(f"--resume: {checkpoint} is of step {progress.step}; give the folder that step's name again")
     return progress
+
+
+def check_contents(checkpoint: Path, progress: Progress) -> None:
+    """Make sure that every byte of a checkpoint's files is as it was written; each is read whole.
+
+    Raises:
+        ConfigError: naming the first that is not, or that cannot be read.
+    """
+    for name, digest in progress.digests.items():
+        try:
+            found = file_digest(checkpoint / name)
+        except OSError as error:
+            raise ConfigError(f"--resume: {checkpoint} is not whole: {name} cannot be read ({error})") from error
+        if found != digest:
+            raise ConfigError(f"--resume: {checkpoint} is not whole: {name} has other bytes than were written")
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def check_progress(

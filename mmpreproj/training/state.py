@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import RNG_STATE_NAME, load
@@ -15,9 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mmpreproj.core.sharding import is_sharded
 from mmpreproj.training.config import ConfigError
 
 if TYPE_CHECKING:
+    from mmpreproj.training.averaging import Average
     from mmpreproj.training.stepper import Stepper
 
 TRAINED = "trained.safetensors"
@@ -30,6 +34,8 @@ def save_state(stepper: Stepper, folder: Path) -> None:
         OSError, RuntimeError, SafetensorError: if it cannot be written; which of them depends on the file.
     """
     accelerator = stepper.accelerator
+    # Taken now, which takes every process where it is sharded: one that fails at a file must leave none waiting.
+    average = None if stepper.average is None else _Taken(stepper.average.state_dict())
 
     def only_what_trains(models: list[nn.Module], weights: list[dict[str, Tensor]], place: str) -> None:
         if weights and accelerator.is_main_process:  # sharded weights are written by accelerate, and are not here
@@ -39,8 +45,10 @@ def save_state(stepper: Stepper, folder: Path) -> None:
 
     hook = accelerator.register_save_state_pre_hook(only_what_trains)
     try:
-        with _alone(stepper):
+        with _alone(stepper, average), _without_frozen(stepper.model):
             accelerator.save_state(str(folder))
+    except _sharing_failure() as error:  # no Exception, and its text names each process and its trace
+        raise _first_reason(error) from error
     finally:
         hook.remove()
 
@@ -61,7 +69,7 @@ def load_state(folder: Path, stepper: Stepper) -> None:
 
     hook = accelerator.register_load_state_pre_hook(only_what_trained)
     try:
-        with _alone(stepper):
+        with _alone(stepper, stepper.average), _without_frozen(stepper.model):
             accelerator.load_state(str(folder))
         _check_random_numbers(folder / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl")
     except ConfigError:
@@ -70,8 +78,62 @@ def load_state(folder: Path, stepper: Stepper) -> None:
         raise ConfigError(
             f"--resume: {folder} is damaged or of another run ({error}); name an earlier checkpoint"
         ) from error
+    except _sharing_failure() as error:
+        raise ConfigError(
+            f"--resume: {folder} is damaged or of another run ({_first_reason(error)}); name an earlier checkpoint"
+        ) from error
     finally:
         hook.remove()
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Something's state, ready to be written."""
+
+    state: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+
+@contextmanager
+def _without_frozen(model: nn.Module) -> Iterator[None]:
+    """Leave what does not train out of a sharded model's states; loading one leaves it as it is.
+
+    Accelerate writes the whole of a model that FSDP2 shares out, and `state_dict` is all of it that can be reached.
+    """
+    if not any(is_sharded(parameter) for parameter in model.parameters()):
+        yield
+        return
+    frozen = {name: value.detach() for name, value in model.named_parameters() if not value.requires_grad}
+
+    def drop(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in frozen:
+            state.pop(prefix + name, None)
+
+    def add(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, value in frozen.items():
+            state.setdefault(prefix + name, value)
+
+    hooks = model.register_state_dict_post_hook(drop), model.register_load_state_dict_pre_hook(add)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _sharing_failure() -> type[BaseException] | tuple[()]:
+    """Return the error of torch's for files that processes write or read together, if it can have been raised."""
+    module = sys.modules.get("torch.distributed.checkpoint.api")  # takes a second to import
+    return () if module is None else module.CheckpointException
+
+
+def _first_reason(error: BaseException) -> Exception:
+    """Return what the first process failed at, of such an error."""
+    failures = getattr(error, "failures", {})
+    reasons = (failure[0] for _, failure in sorted(failures.items()))
+    return next((reason for reason in reasons if isinstance(reason, Exception)), RuntimeError(str(error)))
 
 
 def _trained(transformer: nn.Module) -> dict[str, Tensor]:
@@ -97,7 +159,7 @@ def _check_random_numbers(path: Path) -> None:
 
 
 @contextmanager
-def _alone(stepper: Stepper) -> Iterator[None]:
+def _alone(stepper: Stepper, average: Average | _Taken | None) -> Iterator[None]:
     """Let accelerate see the parts of this run alone, also if it has prepared those of an earlier one."""
     accelerator = stepper.accelerator
     seen = {
@@ -105,7 +167,7 @@ def _alone(stepper: Stepper) -> Iterator[None]:
         "_optimizers": accelerator._optimizers[-1:],
         "_schedulers": [],
         "_dataloaders": [],
-        "_custom_objects": [thing for thing in (stepper.schedule, stepper.average) if thing is not None],
+        "_custom_objects": [thing for thing in (stepper.schedule, average) if thing is not None],
     }
     before = {name: getattr(accelerator, name) for name in seen}
     vars(accelerator).update(seen)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 import mmpreproj
 from mmpreproj.training import checkpoints as module
+from mmpreproj.training import progress as progress_module
 from mmpreproj.training.checkpoints import (
     checkpoint_folders,
     checkpoints,
@@ -153,6 +155,54 @@ def test_what_is_not_whole_is_named_and_never_the_latest(stepper, folder, caplog
     for which in ("2", "step-000002", str(second)):
         with pytest.raises(ConfigError, match=rf"--resume: .*{match}(.|\n)*; there are step-000001"):
             find_checkpoint(folder, which)
+
+
+def flip(path, place=-1):
+    """Change a byte of a file, and not its length."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_changed_byte_of_any_file_is_named_and_never_the_latest(stepper, folder, caplog):
+    first, second = write(stepper, 1), write(stepper, 2)
+    told = json.loads((second / "progress.json").read_text())
+    for name in set(tree(second)) - {"progress.json"}:
+        if told["files"][name] == 0:
+            continue
+        caplog.clear()
+        flip(second / name)
+        assert find_checkpoint(folder, "latest") == first, name
+        assert f"step-000002 is not whole: {name} has other bytes than were written; going on" in caplog.text
+        with pytest.raises(ConfigError, match=rf"{re.escape(name)} has other bytes than were written; there are"):
+            find_checkpoint(folder, "2")
+        flip(second / name)
+        assert find_checkpoint(folder, "latest") == second, name
+
+
+def test_where_every_checkpoint_is_damaged_the_newest_fault_is_told(stepper, folder):
+    for step in (1, 2):
+        flip(write(stepper, step) / "adapter_model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"^--resume: no checkpoint 'latest' to go on from; .*step-000002 is not whole: adapter_mod"
+    ):
+        find_checkpoint(folder, "latest")
+
+
+def test_checkpoints_are_listed_without_reading_their_files(stepper, folder, monkeypatch):
+    write(stepper, 1)
+    flip(write(stepper, 2) / "adapter_model.safetensors")
+    monkeypatch.setattr(progress_module, "file_digest", lambda path: pytest.fail(f"{path} is read"))
+    assert [path.name for path in checkpoints(folder)] == ["step-000001", "step-000002"]
+    assert "step-000002" in module.tell_last(folder)
+
+
+def test_a_checkpoint_without_digests_is_still_taken(stepper, folder):
+    path = write(stepper, 1)
+    values = json.loads((path / "progress.json").read_text())
+    del values["digests"]
+    (path / "progress.json").write_text(json.dumps(values))
+    assert find_checkpoint(folder, "latest") == path
 
 
 def test_no_file_of_a_checkpoint_may_be_missing(stepper, folder):

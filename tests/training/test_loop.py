@@ -447,3 +447,19 @@ def test_no_process_that_loads_outlives_a_run_whose_error_is_kept(make_patched, 
         train(make_patched(), poison(make_pictures(8), step=2, batch_size=2), config)
     assert kept.tb is not None  # with all that the run's functions had at hand
     assert set(multiprocessing.active_children()) <= before
+
+
+def test_what_a_checkpoint_must_not_be_ahead_of_is_done_before_it(make_patched, make_pictures, make_config):
+    config, seen = make_config(steps=4, checkpoint_every=2), []
+
+    def note():
+        seen.append([path.name for path in checkpoints(config.output / "checkpoints")])
+
+    train(make_patched(), make_pictures(), config, before_checkpoint=note)
+    assert seen == [[], ["step-000002"]]
+
+    def fail():
+        raise OSError("no room for the records")
+
+    with pytest.raises(OSError, match="no room for the records"):
+        train(make_patched(), make_pictures(), make_config(checkpoint_every=1), before_checkpoint=fail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import sys
@@ -10,9 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dist_cp
 from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
 from diffusers import SD3Transformer2DModel
@@ -31,10 +34,14 @@ import mmpreproj
 from mmpreproj import PreProjConfig
 from mmpreproj.data.encoding import LatentsInMemory
 from mmpreproj.patching.files.format import read_weights
+from mmpreproj.training import checkpoints as checkpoints_module
+from mmpreproj.training import processes
 from mmpreproj.training.checkpoints import checkpoints
 from mmpreproj.training.config import ConfigError
 from mmpreproj.training.loop import TrainingDivergedError, TrainingStoppedError, train
+from mmpreproj.training.processes import on_every_process, on_main_process
 from mmpreproj.training.sharing import check_sharing
+from mmpreproj.training.trainable import select_trainable
 
 ACCELERATORS = {"ddp": plain_accelerator, "fsdp2": sharding_accelerator}
 RUNS = [(way, name) for name, case in CASES.items() for way in case.ways]
@@ -99,6 +106,37 @@ def diverge(rank: int, folder: Path) -> None:
     with pytest.raises(TrainingDivergedError, match="a trained weight is not finite after the update at step 1"):
         train(model, random_pictures(), config, accelerator=sharding_accelerator(config), on_step=break_part)
     (folder / f"broken-{rank}").touch()
+
+
+FAILING = {  # on one process, by the function that fails there
+    "the folder": ("ddp", 0, checkpoints_module, "clean"),
+    "the state": ("ddp", 0, accelerate.accelerator, "save_accelerator_state"),
+    "another's random numbers": ("ddp", 1, accelerate.accelerator, "save_accelerator_state"),
+    "the shared state": ("fsdp2", 0, accelerate.accelerator, "save_accelerator_state"),
+    "a part of the shared state": ("fsdp2", 1, dist_cp.FileSystemWriter, "write_data"),
+    "the adapter": ("fsdp2", 0, checkpoints_module, "write_weights"),
+    "the end": ("ddp", 0, checkpoints_module, "_put_in_place"),
+}
+
+
+def fill_disk(rank: int, folder: Path) -> None:
+    """Let one process find no room while a checkpoint is written, and tell what each then ends with."""
+
+    def fail(*given: Any, **settings: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    case = CASES["adapter"]
+    for what, (way, failing, place, name) in FAILING.items():
+        config = case.config(folder / "full disk" / what, processes=WORLD, steps=2, checkpoint_every=1)
+        with pytest.MonkeyPatch.context() as patching:
+
+            def fill(record: Any, place: Any = place, name: str = name, failing: int = failing) -> None:
+                if record.step == 2 and rank == failing:
+                    patching.setattr(place, name, fail)
+
+            with pytest.raises(OSError) as met:
+                train(case.model(config), case.pictures(), config, accelerator=ACCELERATORS[way](config), on_step=fill)
+        (folder / f"full disk-{what}-{rank}").write_text(str(met.value), encoding="utf-8")
 
 
 def leave_other_alone(rank: int, folder: Path) -> None:
@@ -248,9 +286,59 @@ def test_both_stop_when_the_part_that_one_has_of_a_weight_is_not_finite(folder):
     assert all((folder / f"broken-{rank}").exists() for rank in range(WORLD))
 
 
+@pytest.mark.parametrize("what", FAILING)
+def test_both_are_told_when_one_cannot_write_its_part_of_a_checkpoint(folder, what):
+    first, second = ((folder / f"full disk-{what}-{rank}").read_text() for rank in range(WORLD))
+    assert first == second
+    assert "the checkpoint of step 2 could not be written (no space left); the last good checkpoint is" in first
+    assert "step-000001, go on with --resume latest" in first
+    assert [
+        path.name for path in checkpoints_module.checkpoint_folders(folder / "full disk" / what / "checkpoints")
+    ] == ["step-000001"]
+
+
+@pytest.mark.parametrize("name", ["adapter", "lora", "full"])
+def test_the_state_of_shared_weights_holds_what_trains_alone(folder, name):
+    config = CASES[name].config(folder)
+    model = CASES[name].model(config)
+    select_trainable(model, config)
+    trained = {key for key, value in model.named_parameters() if value.requires_grad}
+    (place,) = (folder / "fsdp2" / name / "checkpoints" / "step-000003" / "state").glob("pytorch_model_fsdp_*")
+    saved = dist_cp.FileSystemReader(place).read_metadata().state_dict_metadata
+    parameters = dict(model.named_parameters())
+    found = {next((own for own in parameters if key.endswith(f".{own}")), None) for key in saved} - {None}
+    assert found == trained
+    assert (trained == set(parameters)) == (name == "full")
+
+
 def test_a_process_whose_partner_fails_does_not_wait_for_ever(folder):
     assert (folder / "alone-1").read_text() == "no space left"
     assert (folder / "alone-0").exists()
+
+
+# --- one for all -------------------------------------------------------------------------------------------------
+
+
+class Unsendable(Exception):
+    """An error whose class pickle cannot build again."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first)
+
+
+def test_one_process_has_its_own_value_and_error(tmp_path):
+    accelerator = plain_accelerator(CASES["adapter"].config(tmp_path))
+    assert on_main_process(accelerator, lambda: 3) == 3
+    assert on_every_process(lambda: "a") == ["a"]
+    error = Unsendable(1, 2)
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(Unsendable) as met:
+        on_main_process(accelerator, fail)
+    assert met.value is error
+    assert str(processes._sendable(error)) == "Unsendable: 1"
 
 
 # --- what cannot be trained so -----------------------------------------------------------------------------------
@@ -282,7 +370,7 @@ def test_an_average_is_refused_where_zero_3_leaves_no_weights(tmp_path):
 
 if __name__ == "__main__":
     with meeting() as place, told_of_others(place[0]):
-        for work in (train_cases, stop_one, diverge):
+        for work in (train_cases, stop_one, diverge, fill_disk):
             work(*place)
     rank, there = int(sys.argv[1]), Path(sys.argv[2])
     store = f"file://{there / 'second meeting'}"

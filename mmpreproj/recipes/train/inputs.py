@@ -85,6 +85,8 @@ def make_inputs(
         OSError: if the cache cannot be written.
     """
     check_prompts(pipeline, config)
+    for run in source.runs:
+        reporter.say(f"{run} was written by a run, so its pictures are left out of the data")
     data, settings = config.data, config.validation
     skipped: list[SkippedPicture] = list(source.faults)
     may_skip = skipped if data.on_error == "skip" else None
@@ -111,6 +113,7 @@ def make_inputs(
     if config.point_path is not None:
         pictures = _add_clouds(pictures, source, config, config.point_path, reporter=reporter)
     pictures = replace(pictures, origin=_origin(pipeline, encoding))
+    buckets = _without(samples, pictures, buckets, reporter)
     digests = {sample.look.place: sample.look.digest for sample in samples}
     places = _split_samples(source, pictures, config, digests)
     trained = _with_times(pictures.subset(places[0]), source, data, reporter)
@@ -175,6 +178,21 @@ def _plan(
     for bucket in buckets:
         reporter.say(str(bucket))
     return samples, buckets
+
+
+def _without(
+    samples: Sequence[Sample], pictures: EncodedPictures, before: tuple[BucketReport, ...], reporter: Reporter
+) -> tuple[BucketReport, ...]:
+    """Count the sizes anew where pictures could be looked at but not decoded, and say what is left."""
+    if not pictures.skipped:
+        return before
+    there = set(pictures.places)
+    kept = [sample for sample in samples if sample.look.place in there]
+    buckets = tuple(report_buckets((sample.look.size, sample.bucket) for sample in kept))
+    reporter.say(f"without {count_of(len(pictures.skipped), 'picture')} that could not be decoded:")
+    for bucket in buckets:
+        reporter.say(str(bucket))
+    return buckets
 
 
 def _origin(pipeline: PreProjSD3Pipeline, encoding: Encoding) -> str:

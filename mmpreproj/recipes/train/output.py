@@ -23,9 +23,7 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
         ConfigError: if there are such files and `overwrite` is false; if a folder that would be replaced is of no run;
             or if the path is a file.
     """
-    file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
-    if file is not None:
-        raise ConfigError(f"output: {file} is a file; name a folder")
+    check_folder(folder)
     if (folder / "previews").is_file():
         raise ConfigError(f"output: {folder / 'previews'} is a file, and a run keeps a folder there; choose another")
     for path in (folder / name for name in RESULTS):
@@ -38,6 +36,17 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
             f"output: {folder} holds the results of an earlier run, or what looks like it ({found[0].name}); choose "
             "another folder, or add --overwrite to replace them"
         )
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a path that is a file, or that leads through one.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+    if file is not None:
+        raise ConfigError(f"output: {file} is a file; name a folder")
 
 
 def check_config_survives(file: Path, config: TrainConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +15,16 @@ from rich.console import Console
 from mmpreproj.data.encoding import EncodedPictures
 from mmpreproj.data.sources.faults import count_of
 from mmpreproj.data.sources.pictures import SkippedPicture
+from mmpreproj.files import flush_file
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
+from mmpreproj.recipes.locking import locked
 from mmpreproj.recipes.progress import Reporter
 from mmpreproj.recipes.train.encoders import Encoders
 from mmpreproj.recipes.train.inputs import Inputs, make_inputs
-from mmpreproj.recipes.train.output import check_inputs_survive, check_output, clear_output
+from mmpreproj.recipes.train.output import check_folder, check_inputs_survive, check_output, clear_output
 from mmpreproj.recipes.train.preparation import open_base, prepare_pipeline
 from mmpreproj.recipes.train.results import write_results
-from mmpreproj.recipes.train.sources import check_readers, open_source, split
+from mmpreproj.recipes.train.sources import check_apart, check_readers, open_source, split
 from mmpreproj.recipes.train.tracking import check_trackers
 from mmpreproj.recipes.train.upload import check_login, upload
 from mmpreproj.recipes.train.watching import Watch
@@ -30,7 +32,8 @@ from mmpreproj.training.checkpoints import find_checkpoint
 from mmpreproj.training.config import TrainConfig, write_config
 from mmpreproj.training.loop import Scheduler, StepRecord, make_accelerator, train
 from mmpreproj.training.optimisation import check_optimizer
-from mmpreproj.training.progress import check_progress, samples_digest
+from mmpreproj.training.processes import on_main_process
+from mmpreproj.training.progress import check_progress, samples_digest, step_of
 from mmpreproj.training.stopping import listening
 from mmpreproj.training.trainable import select_trainable
 from mmpreproj.training.weights import LORA, trains_base
@@ -110,7 +113,8 @@ def run_training(
         resume: go on from a checkpoint of `config.output`: `latest`, or its step or path.
 
     Raises:
-        ConfigError: if the configuration does not fit this machine, model or output folder.
+        ConfigError: if the configuration does not fit this machine, model or output folder, or another run is writing
+            to that folder.
         FileNotFoundError: if data or model are not where the configuration says.
         ValueError: if the data cannot be used.
         TrainingDivergedError: if the loss is not finite; checkpoints and metrics so far are kept.
@@ -120,43 +124,57 @@ def run_training(
     check_optimizer(config.optimizer, device=accelerator.device)
     check_trackers(config)
     check_login(config, accelerator=accelerator)
-    checkpoint = None if resume is None else find_checkpoint(config.output / "checkpoints", resume)
-    if checkpoint is not None:
-        check_progress(checkpoint, config, processes=accelerator.num_processes)
-    if not _is_own(checkpoint, config):
-        check_output(config.output, overwrite=overwrite)
-        check_inputs_survive(config)
+    check_folder(config.output)
+    check_apart(config)
+    with (
+        locked(config.output, accelerator),
+        Reporter(console or Console(stderr=True), show=accelerator.is_main_process) as reporter,
+    ):
+        checkpoint = _checkpoint_of(config, accelerator, resume=resume)
+        if not _is_own(checkpoint, config):
+            check_output(config.output, overwrite=overwrite)
+            check_inputs_survive(config)
+        return _run(config, accelerator, reporter, checkpoint)
+
+
+def _checkpoint_of(config: TrainConfig, accelerator: Accelerator, *, resume: str | None) -> Path | None:
+    """Find the checkpoint to go on from; the main process alone reads it whole."""
+    if resume is None:
+        return None
+    checkpoint = on_main_process(accelerator, lambda: find_checkpoint(config.output / "checkpoints", resume))
+    check_progress(checkpoint, config, processes=accelerator.num_processes)
+    return checkpoint
+
+
+def _run(config: TrainConfig, accelerator: Accelerator, reporter: Reporter, checkpoint: Path | None) -> TrainingRun:
     seconds: dict[str, float] = {}
-    with Reporter(console or Console(stderr=True), show=accelerator.is_main_process) as reporter:
-        source = open_source(config.data)
-        split(source, range(len(source)), config)  # refused now rather than when every picture has been encoded
-        if config.trains_points:
-            check_readers(source)
-        set_seed(config.seed)
-        with _timed(seconds, "model"):
-            pipeline = open_base(config)
-            prepare_pipeline(pipeline, config, say=reporter.say)
-            select_trainable(pipeline.transformer, config)  # refuses before an earlier run's results are gone
-        encoders = Encoders(pipeline, config.model)
-        with _timed(seconds, "encoding"):
-            encoders.place(accelerator.device)
-            inputs = make_inputs(pipeline, source, config, accelerator=accelerator, reporter=reporter)
-            encoders.release()
-        try:
-            with _timed(seconds, "training"):
-                history = _train(pipeline, inputs, config, accelerator, reporter, checkpoint)
-            run = TrainingRun(config, pipeline, config.output / _result(config), history, inputs, seconds)
-            with listening():  # nothing that asks to stop may cost the results now
-                if trains_base(config):
-                    encoders.restore()  # they are part of the model's folder
-                write_results(run.pipeline, config, history, inputs=inputs, accelerator=accelerator)
-            encoders.restore()
-            if accelerator.is_main_process:
-                upload(config, run.saved, say=reporter.say)
-        finally:
-            _say_skipped("picture", inputs.skipped, "left out", reporter)
-            _say_skipped("cloud", inputs.pictures.skipped_clouds, "its picture trained without", reporter)
-    accelerator.wait_for_everyone()
+    source = open_source(config.data)
+    split(source, range(len(source)), config)  # refused now rather than when every picture has been encoded
+    if config.trains_points:
+        check_readers(source)
+    set_seed(config.seed)
+    with _timed(seconds, "model"):
+        pipeline = open_base(config)
+        prepare_pipeline(pipeline, config, say=reporter.say)
+        select_trainable(pipeline.transformer, config)  # refuses before an earlier run's results are gone
+    encoders = Encoders(pipeline, config.model)
+    with _timed(seconds, "encoding"):
+        encoders.place(accelerator.device)
+        inputs = make_inputs(pipeline, source, config, accelerator=accelerator, reporter=reporter)
+        encoders.release()
+    try:
+        with _timed(seconds, "training"):
+            history = _train(pipeline, inputs, config, accelerator, reporter, checkpoint)
+        run = TrainingRun(config, pipeline, config.output / _result(config), history, inputs, seconds)
+        with listening():  # nothing that asks to stop may cost the results now
+            if trains_base(config):
+                encoders.restore()  # they are part of the model's folder
+            write_results(run.pipeline, config, history, inputs=inputs, accelerator=accelerator, say=reporter.say)
+        encoders.restore()
+        on_main_process(accelerator, lambda: upload(config, run.saved, say=reporter.say))
+    finally:
+        _say_skipped("picture", inputs.skipped, "left out", reporter)
+        _say_skipped("cloud", inputs.pictures.skipped_clouds, "its picture trained without", reporter)
     return run
 
 
@@ -175,12 +193,9 @@ def _train(
         what = f"{left} steps are left" if left else "no step is left; the results are written again"
         reporter.say(f"going on after step {done.step} of {config.steps}: {what}")
     accelerator.wait_for_everyone()  # only now: nothing that is refused costs an earlier run's results
-    if accelerator.is_main_process:
-        if not _is_own(checkpoint, config):
-            clear_output(config.output)
-        write_config(config, config.output / "config.yaml")
-    accelerator.wait_for_everyone()
+    on_main_process(accelerator, lambda: _begin_output(config, clear=not _is_own(checkpoint, config)))
     with Watch(pipeline, inputs, config, accelerator=accelerator, reporter=reporter, checkpoint=checkpoint) as watch:
+        _say_missing(watch.history, checkpoint, reporter)
         pipeline.transformer = train(
             pipeline.transformer,
             inputs.trained,
@@ -195,8 +210,23 @@ def _train(
             resume=checkpoint,
             on_step=watch.step,
             on_evaluate=watch.evaluate,
+            before_checkpoint=lambda: flush_file(watch.metrics),
         )
         return watch.history
+
+
+def _begin_output(config: TrainConfig, *, clear: bool) -> None:
+    if clear:
+        clear_output(config.output)
+    write_config(config, config.output / "config.yaml")
+
+
+def _say_missing(history: Sequence[StepRecord], checkpoint: Path | None, reporter: Reporter) -> None:
+    """Say which records of the steps before a checkpoint are not there any more, as after a loss of power."""
+    step = None if checkpoint is None else step_of(checkpoint)
+    last = history[-1].step if history else 0
+    if step is not None and last < step:
+        reporter.say(f"warning: metrics.jsonl ends at step {last}, before {step}; the figures will lack those between")
 
 
 def _is_own(checkpoint: Path | None, config: TrainConfig) -> bool:

@@ -22,7 +22,7 @@ from mmpreproj.training.config import ConfigError, DataConfig, SourceConfig, Tra
 def open_source(data: DataConfig) -> PictureSource:
     """Open the pictures that a configuration names; see the sources in `mmpreproj.data` for errors."""
     opened = [_open_one(part, data) for part in data.sources]
-    return MixedSource(opened) if data.mix else opened[0]
+    return MixedSource(opened, labels=data.labels) if data.mix else opened[0]
 
 
 def _open_one(part: SourceConfig, data: DataConfig) -> PictureSource:
@@ -54,6 +54,25 @@ def _open_one(part: SourceConfig, data: DataConfig) -> PictureSource:
     return open_folder(part.folder, caption_column=part.caption_column, on_error=data.on_error)
 
 
+def check_apart(config: TrainConfig) -> None:
+    """Refuse to write what a run leaves right among the pictures that it reads.
+
+    Raises:
+        ConfigError: naming both settings, if the folder of the pictures is the run's own.
+    """
+    output = config.output.expanduser().resolve()
+    for number, part in enumerate(config.data.sources):
+        prefix = f"data.mix.{number}" if config.data.mix else "data"
+        for name, value in (("folder", part.folder), ("dataset", part.dataset)):
+            place = None if value is None else Path(value).expanduser()  # a data set may be of the hub
+            if place is not None and place.is_dir() and place.resolve() == output:
+                raise ConfigError(
+                    f"output: {config.output} is {prefix}.{name} too, and a run's pictures would lie among those that "
+                    "it trains on; choose another output, which may be a folder inside: what runs have written there "
+                    "is left out of the data"
+                )
+
+
 def check_readers(source: PictureSource) -> None:
     """Make sure that what reads clouds is installed, before anything is encoded.
 
@@ -68,11 +87,15 @@ def check_readers(source: PictureSource) -> None:
 
 
 def split(
-    source: PictureSource, places: Sequence[int], config: TrainConfig, *, digests: Sequence[str] = ()
+    source: PictureSource, places: Sequence[int], config: TrainConfig, *, digests: Sequence[str | None] = ()
 ) -> tuple[list[int], list[int]]:
     """Split pictures, given by their places in the source and digests of their files; see `split_held_out`.
 
-    Copies of a picture stay together, so that none that is held out is trained on under another name.
+    Copies of a picture stay together, so that none that is held out is trained on under another name; of a file
+    without a digest it is not known whether it is one.
+
+    Returns:
+        Which of `places` are trained on and which held out, by their numbers in it.
     """
     data, captions = config.data, [source.captions[place] for place in places]
     together: list[list[Hashable | None]] = [list(captions)] if data.held_out_by == "caption" else []

@@ -54,7 +54,7 @@ class Watch:
         self.pipeline, self.inputs, self.config = pipeline, inputs, config
         self.accelerator, self.reporter = accelerator, reporter
         self.metrics = config.output / "metrics.jsonl"
-        step = None if checkpoint is None else step_of(checkpoint)
+        step = self._resumed = None if checkpoint is None else step_of(checkpoint)
         # Of the checkpoint's own run, which may be in another folder.
         earlier = None if checkpoint is None else checkpoint.parent.parent / self.metrics.name
         self.history = [] if earlier is None or step is None else read_history(earlier, up_to=step)
@@ -64,7 +64,7 @@ class Watch:
         self._earlier: list[StepRecord] | None = list(self.history)  # to be written with the first record
 
     def __enter__(self) -> Watch:
-        if not self.history and self.accelerator.is_main_process:
+        if self._resumed is None and self.accelerator.is_main_process:
             self._drop_later()
         return self
 
@@ -98,23 +98,42 @@ class Watch:
             return
         lines = "".join(json.dumps(asdict(record)) + "\n" for record in self._earlier)
         write_atomically(self.metrics, lambda path: Path(path).write_text(lines, encoding="utf-8"))
-        if self._earlier:
-            drop_later(self.config.output / "checkpoints", self._earlier[-1].step)
+        if self._resumed is not None:
+            drop_later(self.config.output / "checkpoints", self._resumed)
         self._earlier = None
 
     def evaluate(self, step: int) -> None:
-        """Draw what the model makes of fixed prompts, and measure the skip profile."""
+        """Draw what the model makes of fixed prompts, and measure the skip profile.
+
+        At step 0, before anything has trained, that is pictures alone, and only with `validation.at_start`: the
+        profile is that of every start, and a point path that has learned nothing makes no shapes.
+        """
+        if step:
+            self._measure_profile()
+            self._draw_shapes(step)
+        if step or self.config.validation.at_start:
+            self._draw_pictures(step)
+
+    def _measure_profile(self) -> None:
         if is_patched(self.pipeline.transformer):
             rows = profile(self.pipeline.transformer)
             self._measured = {f"block {row.block} {row.attention}": row.skip for row in rows if row.skip is not None}
+
+    def _draw_shapes(self, step: int) -> None:
         if self.shapes and self.accelerator.is_main_process:
             path = preview_path(self.config.output, step, kind="shapes")
             reason = draw_previews(self.pipeline, self.shapes, path)
             self._told(reason, "shapes", step, path)
+
+    def _draw_pictures(self, step: int) -> None:
         if self.inputs.prompts:
             path = preview_path(self.config.output, step, kind="pictures")
             reason = draw_prompts(
-                self.pipeline, self.inputs.prompts, self.config, path if self.accelerator.is_main_process else None
+                self.pipeline,
+                self.inputs.prompts,
+                self.config,
+                path if self.accelerator.is_main_process else None,
+                accelerator=self.accelerator,
             )
             self._told(reason, "pictures", step, path)
 

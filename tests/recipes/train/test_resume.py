@@ -1,6 +1,7 @@
 """Taking a run up again: everything it leaves is what it would have left, and what is refused costs nothing."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -159,6 +160,38 @@ def test_with_the_output_moved_a_run_goes_on_from_the_path_of_a_checkpoint(run, 
     resumed, _ = run(moved, resume=str(begun.config.output / "checkpoints" / "step-000004"))
     assert same(weights(resumed.saved), weights(begun.saved))
     assert read_config(moved.output / "config.yaml") == moved
+
+
+# --- loss of power ---------------------------------------------------------------------------------------------------
+
+
+def test_records_are_on_the_disk_before_the_checkpoint_that_counts_on_them(run, make_config, monkeypatch):
+    flushed, stock = [], os.fsync
+
+    def note(handle):
+        flushed.append((os.path.basename(os.readlink(f"/proc/self/fd/{handle}")), os.fstat(handle).st_size))
+        stock(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    config = make_config(steps=4, checkpoint_every=2)
+    run(config)
+    order = [name for name, _ in flushed if name in ("metrics.jsonl", "progress.json")]
+    assert order == ["metrics.jsonl", "progress.json"] * 2
+    lines = (config.output / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    sizes = [size for name, size in flushed if name == "metrics.jsonl"]
+    assert sizes == [len(b"".join(lines[:count])) for count in (3, 5)]  # with that of step 0
+
+
+def test_records_that_end_before_the_checkpoint_are_told_and_gone_on_without(run, begun):
+    path = begun.config.output / "metrics.jsonl"
+    before = records(begun.config)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]) + '{"step": 3, "lo')
+    resumed, screen = run(begun.config, resume="latest")
+    assert "warning: metrics.jsonl ends at step 2, before 4" in screen
+    assert records(begun.config) == [record for record in before if record["step"] not in (3, 4)]
+    assert resumed.held_out_loss == begun.held_out_loss
+    kept = [path.name for path in checkpoints(begun.config.output / "checkpoints")]
+    assert kept == ["step-000002", "step-000004"]  # the one that was gone on from, too
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
