@@ -185,8 +185,3 @@ def report_buckets(assignments: Iterable[tuple[Size, Size]]) -> list[BucketRepor
         BucketReport(bucket, len(shares), math.fsum(shares) / len(shares), max(shares))
         for bucket, shares in ((bucket, cropped[bucket]) for bucket in order)
     ]
-
-
-def describe_buckets(assignments: Iterable[tuple[Size, Size]]) -> list[str]:
-    """Say, a line a bucket, how many pictures it has and how much is cropped off them; see `report_buckets`."""
-    return [str(report) for report in report_buckets(assignments)]

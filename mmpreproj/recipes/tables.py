@@ -18,7 +18,7 @@ def print_summary(summary: AdapterSummary, console: Console | None = None) -> No
     blocks = sorted({row.block for row in summary.profile.rows} | {row.block for row in summary.profile.gains})
     if saved.config.needs_processor:  # in every block, with weights or without
         blocks = list(range(base.depth))
-    points = saved.config.points
+    points, length = saved.config.points, saved.max_sequence_length
     path = [] if points is None else [f"{key} {value}" for key, value in points.to_dict().items()]
     for label, value in (
         ("adapter", str(summary.folder)),
@@ -27,6 +27,7 @@ def print_summary(summary: AdapterSummary, console: Console | None = None) -> No
         ("blocks", f"{len(blocks)} of {base.depth}: {', '.join(map(str, blocks))}"),
         ("parameters", f"{summary.parameters:,} ({', '.join([*summary.dtypes, f'{summary.bytes / 1e6:.1f} MB'])})"),
         ("points", f"{', '.join(path)}; {summary.point_parameters:,} parameters" if path else "none"),
+        ("texts", f"{length} tokens at most (max_sequence_length)" if length is not None else "not recorded"),
         ("config", ", ".join(f"{key}={value}" for key, value in saved.config.to_dict().items())),
         ("written by", f"mmpreproj {saved.library_version}"),
     ):

@@ -17,7 +17,6 @@ from mmpreproj.data.buckets import (
     BucketReport,
     Size,
     bucket_sizes,
-    describe_buckets,
     enlargement,
     fit,
     kept_share,
@@ -305,11 +304,11 @@ def test_a_report_counts_pictures_and_what_is_cropped():
 
 def test_a_line_names_the_width_first_and_the_crops_in_percent():
     assignments = [(Size(100, 100), Size(24, 44))] + [(Size(24, 44), Size(24, 44))] * 3 + [(Size(8, 8), Size(4, 4))]
-    assert describe_buckets(iter(assignments)) == [
+    assert [str(report) for report in report_buckets(iter(assignments))] == [
         "44 × 24: 4 pictures, cropped 11 % on average, 45 % at most",
         "4 × 4: 1 picture, cropped 0 % on average, 0 % at most",
     ]
 
 
 def test_without_pictures_nothing_is_reported():
-    assert describe_buckets([]) == []
+    assert report_buckets([]) == []

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmpreproj.recipes.figures import draw_grid, draw_loss_curves
+from mmpreproj.recipes.figures import draw_grid, draw_loss_curves, loss_range
 from mmpreproj.training.loop import StepRecord
 
 
@@ -84,6 +84,75 @@ def test_loss_curves_show_the_held_out_loss_where_there_is_one(tmp_path):
 def test_a_single_step_can_be_drawn(tmp_path):
     draw_loss_curves([record(1)], tmp_path / "loss.png")
     assert pixels(tmp_path / "loss.png").shape[:2] == (400, 700)
+
+
+def drawn_text(monkeypatch, history, path, **settings):
+    """Draw loss curves; returns the words of the legend and the title, and the range of losses."""
+    kept = []
+    monkeypatch.setattr("mmpreproj.recipes.figures._write", lambda figure, path: kept.append(figure))
+    draw_loss_curves(history, path, **settings)
+    (axes,) = kept[0].axes
+    return axes.get_legend_handles_labels()[1], axes.get_title(loc="left"), axes.get_ylim()
+
+
+def noisy(count, middle, *, first=()):
+    """Losses around a middle, after the first ones."""
+    spread = np.random.default_rng(0).normal(size=count - len(first))
+    return [*first, *(middle * np.exp(0.1 * spread)).tolist()]
+
+
+def test_first_steps_that_are_far_above_do_not_flatten_the_rest(monkeypatch, tmp_path):
+    losses = noisy(200, 0.4, first=(9.0, 6.0, 3.0))
+    history = [record(step, loss) for step, loss in enumerate(losses, start=1)]
+    _, title, (low, high) = drawn_text(monkeypatch, history, tmp_path / "loss.png")
+    assert low < min(losses) and max(losses[3:]) < high < 1.5 * max(losses[3:])
+    assert title == "3 values beyond the top, up to 9"
+
+
+def test_all_steps_are_shown_where_none_is_astray(monkeypatch, tmp_path):
+    for losses in (noisy(200, 0.4), np.geomspace(3.0, 0.2, 300).tolist(), [0.5], [0.5] * 9, noisy(99, 0.004)):
+        history = [record(step, loss) for step, loss in enumerate(losses, start=1)]
+        _, title, (low, high) = drawn_text(monkeypatch, history, tmp_path / "loss.png")
+        assert 0.8 * min(losses) < low < min(losses) and max(losses) < high < 1.2 * max(losses)
+        assert title == ""
+
+
+def test_the_held_out_loss_of_the_start_is_shown_unless_it_is_far_away():
+    losses = noisy(100, 0.4)
+    assert loss_range([losses], [1.2])[1] > 1.2
+    assert loss_range([losses], [12.0, 0.4])[1] < 0.8
+    assert loss_range([losses], [0.1])[0] < 0.1
+
+
+def test_a_modality_of_larger_losses_is_shown_beside_one_of_smaller():
+    low, high = loss_range([noisy(100, 0.2), noisy(100, 3.0, first=(90.0,))], [])
+    assert low < 0.2 and 3.0 < high < 9.0
+
+
+@pytest.mark.parametrize("trained", [[], [[]], [[0.0, 0.0]]])
+def test_without_losses_above_zero_there_is_a_range_all_the_same(trained):
+    assert loss_range(trained, []) == (0.1, 1.0)
+
+
+def test_curves_are_named_with_the_window_that_they_are_means_of(monkeypatch, tmp_path):
+    history = [record(0, None, 0.7), *(record(step) for step in range(1, 31))]
+    words, _, _ = drawn_text(monkeypatch, history, tmp_path / "loss.png")
+    expected = ["training, each step", "training, mean of the last 25 steps", "held out, 0.7000 at the end"]
+    assert words == expected
+    words, _, _ = drawn_text(monkeypatch, history[:4], tmp_path / "loss.png")
+    assert words[1] == "training, mean of the last 3 steps"
+
+
+def test_several_modalities_are_named_each(monkeypatch, tmp_path):
+    held_out = {"pictures": 0.5, "pictures with clouds": 0.4, "these without": 0.45, "points": 0.9}
+    parts = {"losses": {"pictures": 0.5, "points": 1.0}, "held_out_losses": held_out}
+    history = [StepRecord(step, 1.5, 0.5, 1e-3, 1.0, 10.0, **parts) for step in (1, 2)]
+    words, _, _ = drawn_text(monkeypatch, history, tmp_path / "loss.png")
+    assert words[:2] == ["pictures: training, each step", "pictures: training, mean of the last 2 steps"]
+    assert words[2:4] == ["points: training, each step", "points: training, mean of the last 2 steps"]
+    names = ["pictures", "pictures with clouds", "the same without clouds", "points"]
+    losses = (0.5, 0.4, 0.45, 0.9)
+    assert words[4:] == [f"{name}: held out, {loss:.4f} at the end" for name, loss in zip(names, losses, strict=True)]
 
 
 def test_a_prompt_is_drawn_as_it_is_and_not_read_as_mathematics(tmp_path):

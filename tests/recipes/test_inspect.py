@@ -96,6 +96,18 @@ def test_the_table_shows_base_blocks_sizes_and_norms(trained, base):
         assert f"{row.skip:.4f} (from {row.skip_initial:.4f})" in text
 
 
+def test_the_length_of_texts_is_shown_as_far_as_it_is_known(trained, transformer, tmp_path):
+    def shown(folder):
+        screen = io.StringIO()
+        print_summary(inspect_adapter(folder), Console(file=screen, width=200))
+        (line,) = [line for line in screen.getvalue().splitlines() if line.startswith("texts")]
+        return " ".join(line.split())
+
+    assert shown(trained["probe"][0].saved) == "texts 6 tokens at most (max_sequence_length)"
+    mmpreproj.patch(transformer)
+    assert shown(mmpreproj.save(transformer, tmp_path / "adapter")) == "texts not recorded"
+
+
 def test_brackets_in_a_folders_name_are_no_markup(transformer, tmp_path):
     folder = tmp_path / "a [bold] name [/bold]"
     mmpreproj.patch(transformer)

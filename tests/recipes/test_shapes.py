@@ -41,13 +41,13 @@ def ball(count=30, features=0, seed=0):
 
 
 def test_a_cloud_depends_on_prompt_and_seed_not_on_its_neighbours(make_pipeline):
-    pipe = make_pipeline()
+    pipe = make_pipeline().to(torch.float64)  # in which sums come out alike for batches of any size
     many = generate_shapes(pipe, ["green tree", "red apple"], ShapeSampling(points=20, steps=3, seed=4, count=3))
     assert [prompt for prompt, _ in many] == ["green tree", "red apple"]
     assert [cloud.shape for _, clouds in many for cloud in clouds] == [(20, 3)] * 6
     for offset in range(3):
         ((_, (alone,)),) = generate_shapes(pipe, ["red apple"], ShapeSampling(points=20, steps=3, seed=4 + offset))
-        np.testing.assert_allclose(alone, many[1][1][offset], atol=1e-5)
+        np.testing.assert_allclose(alone, many[1][1][offset], atol=1e-6)
     assert np.abs(many[0][1][0] - many[1][1][0]).max() > 1e-3
     assert np.abs(many[0][1][0] - many[0][1][1]).max() > 1e-3
 

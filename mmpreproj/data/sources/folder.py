@@ -48,6 +48,7 @@ class FolderSource(PictureSource):
         names: the pictures' paths, relative to the folder.
         unlisted: number of picture files in the folder that no row in use mentions, and that are ignored.
         faults: the rows that were left out, by file and line, each with the reason.
+        runs: folders in it that training runs have written; their pictures count as listed or not at all.
 
     Raises:
         FileNotFoundError: if the folder, its pictures or its metadata do not exist.
@@ -61,7 +62,9 @@ class FolderSource(PictureSource):
         check_on_error(on_error)
         self.folder = Path(folder).expanduser()
         check_folder(self.folder)
-        pictures = find_files(self.folder, PICTURE_SUFFIXES)
+        runs: list[str] = []
+        pictures = find_files(self.folder, PICTURE_SUFFIXES, runs=runs)
+        self.runs = tuple(os.path.join(self.folder, run) for run in sorted(runs))
         metadata = find_metadata(self.folder) or _no_metadata(self.folder, pictures)
         faults: list[SkippedPicture] = []
         table = read_table(metadata, [caption_column, *self._more_columns], faults=faults)

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 PICTURE_SUFFIXES = frozenset({".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+RUN_FILES = frozenset({"config.yaml", "metrics.jsonl"})  # what a training run writes first: it marks a run's folder
 RESOURCE_FORKS = "__MACOSX"  # the folder that macOS adds to zip archives: its "pictures" hold Finder's notes
 
 
@@ -25,19 +26,26 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"{folder} is a file; expected the folder that holds the pictures and their captions")
 
 
-def find_files(folder: Path, suffixes: Collection[str]) -> set[str]:
+def find_files(folder: Path, suffixes: Collection[str], *, runs: list[str] | None = None) -> set[str]:
     """Return the relative paths of all files with one of the suffixes, in the folder and below.
 
-    Hidden files and folders and macOS's resource forks are left out; links to folders are not followed.
+    Hidden files and folders and macOS's resource forks are left out; links to folders are not followed. So are folders
+    below that a training run has written, whose loss curves and previews are no data.
 
     Args:
         folder: where to look.
         suffixes: in lower case, with the dot; files match in either case.
+        runs: where the folders of runs are listed, by their relative paths.
     """
     found = set()
     for parent, subfolders, files in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if not is_set_aside(name)]
         inner = os.path.relpath(parent, folder).replace(os.sep, "/")
+        if inner != "." and RUN_FILES.issubset(files):
+            subfolders.clear()
+            if runs is not None:
+                runs.append(inner)
+            continue
+        subfolders[:] = [name for name in subfolders if not is_set_aside(name)]
         prefix = "" if inner == "." else f"{inner}/"
         wanted = [file for file in files if _suffix(file) in suffixes and not is_set_aside(file)]
         # A pipe would be waited at for ever; a link that leads nowhere is told of when it is read.

@@ -29,6 +29,7 @@ class MixedSource(TripletSource):
         captions: one caption a picture.
         names: the sources' own, with a label where they would be the same.
         faults: what the sources left out, with a label where names have one.
+        runs: folders that training runs have written among the sources' pictures.
         has_cloud: for each picture, whether its source has a cloud for it.
         clouds: the sources' own, with a label where names have one; None where there is no cloud.
 
@@ -62,6 +63,7 @@ class MixedSource(TripletSource):
             for prefix, source in zip(prefixes, sources, strict=True)
             for fault in source.faults
         )
+        self.runs = tuple(run for source in sources for run in source.runs)
 
     def __len__(self) -> int:
         return len(self.names)

@@ -44,11 +44,13 @@ class PictureSource(Protocol):
         captions: one caption a picture.
         names: what reports call each picture: a path or the name of an emoji's file.
         faults: entries that were left out at construction, each with its name and the reason.
+        runs: folders among the pictures that training runs have written and that were left out, by their paths.
     """
 
     captions: Sequence[str]
     names: Sequence[str]
     faults: Sequence[SkippedPicture] = ()
+    runs: Sequence[str] = ()
 
     def __len__(self) -> int:
         """Return the number of pictures."""

@@ -38,6 +38,7 @@ class SidecarSource(PictureSource):
         names: the pictures' paths, relative to the folder, sorted.
         unpaired: number of text files with that extension that no picture belongs to, and that are ignored.
         faults: the pictures that were left out, each with the reason.
+        runs: folders in it that training runs have written, whose pictures are not listed.
 
     Raises:
         FileNotFoundError: if the folder does not exist, or holds no pictures.
@@ -49,7 +50,9 @@ class SidecarSource(PictureSource):
         _check_extension(extension)
         self.folder = Path(folder).expanduser()
         check_folder(self.folder)
-        pictures = sorted(find_files(self.folder, PICTURE_SUFFIXES))
+        runs: list[str] = []
+        pictures = sorted(find_files(self.folder, PICTURE_SUFFIXES, runs=runs))
+        self.runs = tuple(os.path.join(self.folder, run) for run in sorted(runs))
         if not pictures:
             raise FileNotFoundError(f"no pictures in {self.folder}; check the path")
         texts = {_stem(text): text for text in sorted(find_files(self.folder, {extension.lower()}))}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
-from mmpreproj.data.buckets import BucketReport, Size, fit, report_buckets
+from mmpreproj.data.buckets import BucketReport, Size, report_buckets
 from mmpreproj.data.clouds import read_clouds
-from mmpreproj.data.samples import Sample, look_at_pictures, plan_samples
+from mmpreproj.data.samples import Look, Sample, look_at_pictures, plan_samples
 from mmpreproj.data.sources.mix import MixedSource
 from mmpreproj.data.sources.pictures import PictureSource, SkippedPicture, UnreadablePictureError, decode
 from mmpreproj.data.sources.triplets import TripletSource
@@ -18,7 +19,9 @@ from mmpreproj.recipes.train.inputs import choose_buckets
 from mmpreproj.recipes.train.sources import split
 from mmpreproj.training.config import ConfigError, TrainConfig
 
-LOOKED_AT, DECODED, CLOUDS_READ = 2000, 64, 8
+LOOKED_AT, DECODED, CLOUDS_READ = 2000, 512, 8
+DECODED_PIXELS = 2**29  # in all, some seconds' work: 512 pictures of 1024 × 1024, or 20 of a large camera
+THREADS = 8
 T5_PLACE = "tokenizer_3"
 
 
@@ -64,18 +67,20 @@ class DataLook:
 
     Attributes:
         sources: one entry a source.
-        trained: number of pictures that are trained on.
+        trained: number of pictures that are trained on, at most; `is_whole` tells whether exactly.
         held_out: number of those that are not.
         faults: entries of the sources that cannot be used, all of them.
         looked: number of pictures whose files were read, as far as their headers.
-        decoded: number of those that were decoded and fitted to their sizes.
-        unreadable: those of them that cannot be used.
+        decodable: number of those that are large enough, copies of a file counting once.
+        decoded: number of these that were decoded.
+        unreadable: those that were looked at and cannot be used.
         too_small: those that are too small for every size.
-        buckets: sizes of training pictures, of those that were looked at.
+        buckets: sizes of pictures, of those that were looked at and that nothing was found to be wrong with.
         captions: lengths of captions; none where no tokenizer is here.
         clouds: number of pictures with a cloud; None where none are trained on.
         clouds_read: how many of these were read.
         unreadable_clouds: those of them that cannot be used.
+        runs: folders among the pictures that runs have written, and that are left out.
     """
 
     sources: tuple[SourceCount, ...]
@@ -83,6 +88,7 @@ class DataLook:
     held_out: int
     faults: tuple[SkippedPicture, ...]
     looked: int
+    decodable: int
     decoded: int
     unreadable: tuple[SkippedPicture, ...]
     too_small: tuple[SkippedPicture, ...]
@@ -91,6 +97,12 @@ class DataLook:
     clouds: int | None = None
     clouds_read: int = 0
     unreadable_clouds: tuple[SkippedPicture, ...] = ()
+    runs: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every picture was looked at and decoded, so that all counts are those of the run."""
+        return self.looked == self.pictures and self.decoded == self.decodable
 
     @property
     def pictures(self) -> int:
@@ -134,7 +146,7 @@ def look_at_data(
         ConfigError: if clouds are trained on, and no picture has one.
         ValueError: if none of the pictures looked at can be used, or so many cannot be held out.
     """
-    trained, held_out = split(source, range(len(source)), config)
+    split(source, range(len(source)), config)  # refused now, as a run does
     some = _Some(source, spread(len(source), LOOKED_AT))
     unreadable: list[SkippedPicture] = []
     too_small: list[SkippedPicture] = []
@@ -149,28 +161,52 @@ def look_at_data(
         max_enlargement=config.data.max_enlargement,
         skipped=too_small if skips else None,
     )
-    chosen = [samples[place] for place in spread(len(samples), DECODED)]
-    failed = _decode(some, chosen, config, may_fail=skips)
-    failures = [*unreadable, *too_small, *failed]
-    if not samples or len(failed) == len(chosen):
-        first = "; ".join(f"{failure.name}: {failure.reason}" for failure in failures[:3])
+    distinct = list({sample.look.digest: sample.look for sample in reversed(samples)}.values())[::-1]
+    chosen = [distinct[place] for place in spread(len(distinct), _most(distinct))]
+    reasons = _decode(some, chosen, config, reporter, may_fail=skips)
+    usable = [sample for sample in samples if sample.look.digest not in reasons]
+    failed = [
+        SkippedPicture(some.names[look.place], reasons[look.digest])
+        for look in dict.fromkeys(sample.look for sample in samples)
+        if look.digest in reasons
+    ]
+    if not samples or len(reasons) == len(chosen):
+        first = "; ".join(f"{one.name}: {one.reason}" for one in [*unreadable, *too_small, *failed][:3])
         raise ValueError(f"none of the {len(some)} pictures that were looked at can be used; the first: {first}")
+    trained, held_out = _split(source, some, usable, config)
     clouds, read, unreadable_clouds = _look_at_clouds(source, config)
     return DataLook(
         sources=_count(source, config),
-        trained=len(trained),
-        held_out=len(held_out),
+        trained=trained,
+        held_out=held_out,
         faults=tuple(source.faults),
         looked=len(some),
+        decodable=len(distinct),
         decoded=len(chosen),
         unreadable=(*unreadable, *failed),
         too_small=tuple(too_small),
-        buckets=tuple(report_buckets((sample.look.size, sample.bucket) for sample in samples)),
+        buckets=tuple(report_buckets((sample.look.size, sample.bucket) for sample in usable)),
         captions=caption_lengths(pipeline, some.captions, max_sequence_length=config.max_sequence_length),
         clouds=clouds,
         clouds_read=read,
         unreadable_clouds=unreadable_clouds,
+        runs=tuple(source.runs),
     )
+
+
+def _most(looks: Sequence[Look]) -> int:
+    """Say how many pictures may be decoded, so that it takes seconds."""
+    mean = sum(look.size.height * look.size.width for look in looks) / max(1, len(looks))
+    return max(2, min(DECODED, int(DECODED_PIXELS / max(mean, 1))))
+
+
+def _split(source: PictureSource, some: _Some, usable: Sequence[Sample], config: TrainConfig) -> tuple[int, int]:
+    """Count the pictures that are trained on and held out: those found usable, and those not looked at."""
+    digests = {some.places[sample.look.place]: sample.look.digest for sample in usable}
+    unusable = set(some.places) - digests.keys()
+    there = [place for place in range(len(source)) if place not in unusable]
+    trained, held_out = split(source, there, config, digests=[digests.get(place) for place in there])
+    return len(trained), len(held_out)
 
 
 def spread(total: int, most: int) -> list[int]:
@@ -200,19 +236,27 @@ def caption_lengths(
 
 
 def _decode(
-    source: PictureSource, samples: Sequence[Sample], config: TrainConfig, *, may_fail: bool
-) -> list[SkippedPicture]:
-    """Decode pictures and fit them to their sizes; return those that cannot be."""
-    failed: dict[int, SkippedPicture] = {}
-    for sample in samples:
-        place = sample.look.place
+    source: PictureSource, looks: Sequence[Look], config: TrainConfig, reporter: Reporter, *, may_fail: bool
+) -> dict[str, str]:
+    """Decode pictures; return, for those that cannot be, the digests of their files and the reasons."""
+
+    def fault(look: Look) -> UnreadablePictureError | None:
         try:
-            fit(decode(source.read(place), source.names[place], background=config.data.background), sample.bucket)
+            decode(source.read(look.place), source.names[look.place], background=config.data.background)
         except UnreadablePictureError as error:
-            if not may_fail:
-                raise
-            failed[place] = SkippedPicture(error.name, error.reason)
-    return list(failed.values())
+            return error
+        return None
+
+    reasons: dict[str, str] = {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for number, (look, error) in enumerate(zip(looks, pool.map(fault, looks), strict=True), start=1):
+            if error is not None:
+                if not may_fail:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise error
+                reasons[look.digest] = error.reason
+            reporter.stage("decoding", number, len(looks))
+    return reasons
 
 
 def _count(source: PictureSource, config: TrainConfig) -> tuple[SourceCount, ...]:

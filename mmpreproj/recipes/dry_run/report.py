@@ -126,7 +126,10 @@ def _data_rows(data: DataLook) -> Iterator[Row]:
             for one in data.sources
         ],
     )
-    yield "split", f"{data.trained:,} trained on, {data.held_out:,} held out"
+    yield from _labelled("left out", [f"{run}, which a run has written" for run in data.runs])
+    most = "" if data.is_whole else "at most "
+    less = "" if data.is_whole else "; less what is wrong with pictures that were not decoded here"
+    yield "split", f"{most}{data.trained:,} trained on, {data.held_out:,} held out{less}"
     yield "looked at", f"{data.looked:,} of {_count(data.pictures, 'picture')}, of which {data.decoded:,} decoded"
     yield from _left_out("faults", data.faults)
     yield from _left_out("unreadable", data.unreadable)
@@ -164,8 +167,24 @@ def _model_rows(found: DryRun) -> Iterator[Row]:
         for size in dict.fromkeys((sizes[-1], sizes[0]))
     ]
     yield from _labelled("a batch", shapes)
+    yield from _text_rows(found)
     if found.resumed is not None:
         yield "resume", f"after step {found.resumed:,} of {config.steps:,}"
+
+
+def _text_rows(found: DryRun) -> Iterator[Row]:
+    """Say how long texts are, and why they are not as long as was asked for."""
+    asked, length = found.config.max_sequence_length, found.widths.length
+    if length < asked:
+        yield (
+            "text length",
+            f"{length} tokens, all that the tokenizer takes (model_max_length); max_sequence_length: {asked} changes "
+            "nothing",
+        )
+    elif length > asked:
+        yield "text length", f"{length} tokens, {length - asked} of CLIP and {asked} of T5 (max_sequence_length)"
+    else:
+        yield "text length", f"{length} tokens (max_sequence_length)"
 
 
 def _memory_rows(found: DryRun) -> Iterator[Row]:

@@ -21,7 +21,7 @@ from mmpreproj.recipes.dry_run.report import DryRun, Parameters, warnings_of
 from mmpreproj.recipes.dry_run.trial import activation_bytes, find_widths
 from mmpreproj.recipes.progress import Reporter
 from mmpreproj.recipes.train.output import check_inputs_survive, check_output
-from mmpreproj.recipes.train.sources import check_readers, open_source
+from mmpreproj.recipes.train.sources import check_apart, check_readers, open_source
 from mmpreproj.recipes.train.tracking import check_trackers
 from mmpreproj.recipes.train.upload import check_login
 from mmpreproj.recipes.train.validation import check_prompts
@@ -60,6 +60,7 @@ def dry_run(
     device = accelerator.device
     checkpoint = _check_surroundings(config, accelerator, overwrite=overwrite, resume=resume)
     with Reporter(console or Console(stderr=True), show=accelerator.is_main_process) as reporter:
+        check_apart(config)
         source = open_source(config.data)
         if config.trains_points:
             check_readers(source)

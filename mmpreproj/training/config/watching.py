@@ -24,6 +24,7 @@ class ValidationConfig(Section):
         seed: of the first picture.
         height: of the pictures, in pixels; None takes the training resolution.
         width: of the pictures, in pixels; None takes the training resolution.
+        at_start: draw them before the first step too, to see what the model makes of the prompts without training.
     """
 
     also_called: ClassVar[Mapping[str, str]] = {
@@ -42,3 +43,4 @@ class ValidationConfig(Section):
     seed: int = Field(default=0, ge=0)
     height: int | None = Field(default=None, ge=8)
     width: int | None = Field(default=None, ge=8)
+    at_start: bool = True

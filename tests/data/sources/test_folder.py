@@ -40,6 +40,16 @@ def test_pictures_that_the_metadata_omits_are_counted_and_ignored(tmp_path):
     assert source.unlisted == 2
 
 
+def test_pictures_that_a_run_has_left_are_not_counted_but_may_be_listed(tmp_path):
+    write_pictures(tmp_path, "a.png", "run/loss.png", "run/previews/pictures-000001.png")
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / "run" / name).write_text("")
+    write_jsonl(tmp_path, row("a.png"), row("run/previews/pictures-000001.png"))
+    source = FolderSource(tmp_path)
+    assert source.names == ["a.png", "run/previews/pictures-000001.png"]
+    assert (source.unlisted, source.runs) == (0, (str(tmp_path / "run"),))
+
+
 def test_the_metadata_of_today_is_read_not_that_of_yesterday(tmp_path):
     write_pictures(tmp_path, "a.png")
     write_jsonl(tmp_path, row(text="old"))

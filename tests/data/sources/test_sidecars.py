@@ -168,3 +168,45 @@ def test_a_pipe_called_like_a_picture_is_not_waited_at(tmp_path):
     (tmp_path / "z.txt").write_text("a pipe")
     os.mkfifo(tmp_path / "a.caption")
     assert SidecarSource(tmp_path).names == ["a.png"]
+
+
+# --- what training runs leave ---
+
+
+def write_run(folder):
+    """Write what a run leaves: its records, and pictures without captions."""
+    write(folder, loss_png=None, previews__a_png=None, checkpoints__step__b_png=None, note_txt="mine")
+    (folder / "config.yaml").write_text("steps: 3")
+    (folder / "metrics.jsonl").write_text("")
+
+
+def test_the_folders_of_runs_are_left_out_wherever_they_are(tmp_path):
+    write(tmp_path, a_png=None, a_txt="a", sub__b_png=None, sub__b_txt="b")
+    for run in ("run", "sub/runs/second"):
+        write_run(tmp_path / run)
+    source = SidecarSource(tmp_path)
+    assert source.names == ["a.png", "sub/b.png"]
+    assert (source.faults, source.unpaired) == ((), 0)
+    assert source.runs == (str(tmp_path / "run"), str(tmp_path / "sub/runs/second"))
+
+
+def test_a_folder_that_has_only_one_of_a_runs_files_is_none(tmp_path):
+    write(tmp_path, a_png=None, a_txt="a", sub__b_png=None, sub__b_txt="b", sub__config_yaml="mine")
+    source = SidecarSource(tmp_path)
+    assert source.names == ["a.png", "sub/b.png"] and source.runs == ()
+
+
+def test_the_folder_that_is_named_is_listed_though_a_run_has_written_there(tmp_path):
+    write_run(tmp_path)
+    write(tmp_path, loss_txt="a curve", previews__a_txt="a", checkpoints__step__b_txt="b")
+    assert len(SidecarSource(tmp_path)) == 3
+
+
+def test_runs_are_left_out_behind_links_too(tmp_path):
+    write(tmp_path / "real", a_png=None, a_txt="a")
+    write_run(tmp_path / "real" / "run")
+    write_run(tmp_path / "elsewhere")
+    (tmp_path / "real" / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real", target_is_directory=True)
+    source = SidecarSource(tmp_path / "link")
+    assert source.names == ["a.png"] and source.runs == (str(tmp_path / "link/run"),)

@@ -354,10 +354,93 @@ def test_what_cannot_be_used_is_listed(make_config, pictures):
     assert [fault.name for fault in found.data.unreadable] == ["00.png", "01.png"]
     assert [fault.name for fault in found.data.too_small] == ["02.png"]
     assert len(found.data.faults) == found.data.sources[0].faults == 2
-    assert (found.data.trained, found.data.held_out, found.data.looked) == (10, 2, 12)
+    assert (found.data.trained, found.data.held_out, found.data.looked) == (7, 2, 12)  # of the nine that are left
     told = str(found)
     for fault in (*found.data.unreadable, *found.data.too_small, *found.data.faults):
         assert f"{fault.name}: {fault.reason}" in told
+
+
+def spoil(pictures):
+    """Leave a picture empty, cut two off after their headers, copy one, and make one small."""
+    (pictures / "00.png").write_bytes(b"")
+    for name in ("01.png", "04.png"):
+        (pictures / name).write_bytes((pictures / name).read_bytes()[:60])
+    shutil.copy(pictures / "04.png", pictures / "05.png")
+    shutil.copy(pictures / "06.png", pictures / "07.png")
+    shutil.copy(pictures / "06.png", pictures / "08.png")
+    Image.new("RGB", (2, 2)).save(pictures / "02.png")
+
+
+@pytest.mark.parametrize("held_out_seed", range(4))
+@pytest.mark.parametrize("more", [(), (16,)])
+def test_the_counts_are_those_of_the_run(make_config, prepared, pictures, held_out_seed, more):
+    spoil(pictures)
+    data = {"held_out": 3, "held_out_seed": held_out_seed, "more_resolutions": more}
+    config = make_config(data=data)
+    screen = io.StringIO()
+    reporter = Reporter(Console(file=screen, width=200))
+    inputs = make_inputs(
+        prepared(config), open_source(config.data), config, accelerator=make_accelerator(config), reporter=reporter
+    )
+    found = try_out(config).data
+    sides = [len({inputs.pictures.places[index] for index in side}) for side in inputs.places]
+    assert [found.trained, found.held_out] == sides
+    assert f"{sides[0]} pictures to train on, {sides[1]} held out" in screen.getvalue()
+    assert found.buckets == inputs.buckets
+    assert sum(report.pictures for report in found.buckets) == len(inputs.pictures)
+    assert {(one.name, one.reason) for one in (*found.unreadable, *found.too_small)} == {
+        (one.name, one.reason) for one in inputs.skipped
+    }
+    assert found.is_whole
+
+
+def test_counts_of_which_some_is_not_known_are_said_to_be_limits(make_config, monkeypatch, pictures):
+    whole = try_out(make_config())
+    assert "10 trained on, 2 held out\n" in str(whole)
+    monkeypatch.setattr(looking, "DECODED", 3)
+    part = try_out(make_config())
+    assert (part.data.decoded, part.data.decodable, part.data.is_whole) == (3, 12, False)
+    assert "at most 10 trained on, 2 held out; less what is wrong with pictures that were not decoded" in str(part)
+    monkeypatch.setattr(looking, "DECODED", 12)
+    monkeypatch.setattr(looking, "LOOKED_AT", 11)
+    assert not try_out(make_config()).data.is_whole
+
+
+def test_what_is_known_to_be_unusable_is_taken_off_though_not_all_is_known(make_config, monkeypatch, pictures):
+    spoil(pictures)
+    monkeypatch.setattr(looking, "LOOKED_AT", 6)  # of these 00, 02, 04, 07, 09 and 11
+    found = try_out(make_config()).data
+    assert [one.name for one in (*found.unreadable, *found.too_small)] == ["00.png", "04.png", "02.png"]
+    assert (found.looked, found.trained + found.held_out) == (6, 9)
+
+
+def test_few_pictures_are_decoded_where_they_are_large(make_config, monkeypatch):
+    monkeypatch.setattr(looking, "DECODED_PIXELS", 4 * 20 * 22)  # four of the twelve, in the mean 20 × 21.5
+    assert try_out(make_config()).data.decoded == 4
+
+
+def test_copies_of_a_file_are_decoded_once(make_config, pictures):
+    for number in range(1, 12):
+        shutil.copy(pictures / "00.png", pictures / f"{number:02}.png")
+    with pytest.raises(ValueError, match="those that belong together"):
+        try_out(make_config())
+    found = try_out(make_config(data={"held_out": 0})).data
+    assert (found.decodable, found.decoded, found.trained) == (1, 1, 12)
+
+
+def test_the_length_of_texts_is_told_with_what_it_comes_of(make_config, changed_model):
+    assert "text length  6 tokens (max_sequence_length)" in str(try_out(make_config()))
+    capped = str(try_out(make_config(max_sequence_length=256)))
+    assert "text length  6 tokens, all that the tokenizer takes (model_max_length); max_sequence_length: 256" in capped
+
+
+def test_pictures_that_a_run_has_left_are_no_data(run, make_config, pictures):
+    first = make_config(output=pictures / "runs" / "a")
+    run(first)
+    found = try_out(make_config(output=pictures / "runs" / "b"))
+    assert f"left out    {pictures}/runs/a, which a run has written" in str(found)
+    with pytest.raises(ConfigError, match=r"output: .*pictures is data\.folder too"):
+        try_out(make_config(output=pictures))
 
 
 def test_of_many_pictures_some_are_looked_at(make_config, monkeypatch):

@@ -55,6 +55,7 @@ def test_text_encoders_are_out_of_memory_while_a_run_trains_and_back_at_its_end(
     source = saved_pipelines["latents"]
     done, _ = run(make_config(model=str(source), mode="full", steps=2, **settings))
     assert [(name, encoder, alive) for name, encoder, alive, _ in seen] == [
+        ("evaluate", None, None),
         ("step", None, None),
         ("step", None, None),
         ("evaluate", None, None),

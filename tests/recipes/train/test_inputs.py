@@ -272,11 +272,12 @@ def test_faults_of_mixed_sources_name_the_source_where_names_are_the_same(encode
         with (tmp_path / part / "metadata.jsonl").open("a") as file:
             file.write('\n{"file_name": "09.png", "text": "red"}')
     found, _ = encode(data={"folder": None, "mix": mix})
+    a, b = tmp_path / "a", tmp_path / "b"
     assert [one.name for one in found.skipped] == [
-        "1: metadata.jsonl, line 7",
-        "2: metadata.jsonl, line 7",
-        "1: 03.png",
-        "2: 03.png",
+        f"{a}: metadata.jsonl, line 7",
+        f"{b}: metadata.jsonl, line 7",
+        f"{a}: 03.png",
+        f"{b}: 03.png",
     ]
     assert len(found.pictures) == 10
 
@@ -534,3 +535,52 @@ def test_what_the_cache_has_already_is_said(encode):
     assert "pictures: 0 of 12 are in the cache" in cold
     assert "pictures: 12 of 12 are in the cache" in warm
     assert "captions: 4 of 4 are in the cache" in warm
+
+
+# --- the run's own folder --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["metadata", "sidecars", "mixed"])
+def test_a_second_run_beside_the_first_trains_on_the_same_pictures(encode, run, make_config, pictures, layout):
+    if layout != "metadata":
+        for line in (pictures / "metadata.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            (pictures / row["file_name"]).with_suffix(".txt").write_text(row["text"])
+        (pictures / "metadata.jsonl").unlink()
+    data = {"mix": [{"folder": pictures}], "folder": None} if layout == "mixed" else {}
+    validation = {"prompts": ("red square",), "count": 1, "steps": 1}
+    data |= {"on_error": "raise"}
+    config = make_config(output=pictures / "runs" / "a", validation=validation, data=data)
+    before, screen = encode(config)
+    assert "was written by a run" not in screen
+    run(config)
+    assert list((config.output / "previews").iterdir())
+    found, screen = encode(make_config(output=pictures / "runs" / "b", validation=validation, data=data))
+    assert found.pictures.captions == before.pictures.captions and found.skipped == ()
+    assert found.places == before.places
+    assert f"{pictures}/runs/a was written by a run, so its pictures are left out of the data" in screen
+
+
+@pytest.mark.parametrize("way", ["as it is", "by a link"])
+def test_pictures_in_the_runs_own_folder_are_refused(run, make_config, pictures, tmp_path, way):
+    output = pictures
+    if way == "by a link":
+        output = tmp_path / "link"
+        output.symlink_to(pictures, target_is_directory=True)
+    before = sorted(pictures.iterdir())
+    with pytest.raises(ConfigError, match=r"output: .* is data\.folder too, .*choose another output"):
+        run(make_config(output=output))
+    data = {"mix": [{"folder": tmp_path / "pictures"}, {"folder": pictures}], "folder": None}
+    with pytest.raises(ConfigError, match=r"output: .* is data\.mix\.0\.folder too"):
+        run(make_config(output=output, data=data))
+    assert [path for path in sorted(pictures.iterdir()) if path.suffix != ".lock"] == before
+
+
+def test_sizes_are_counted_without_pictures_that_cannot_be_decoded(encode, pictures):
+    torn = pictures / "03.png"
+    torn.write_bytes(torn.read_bytes()[:60])  # of which the header is whole
+    found, screen = encode()
+    assert sum(report.pictures for report in found.buckets) == len(found.pictures) == 11
+    assert "without 1 picture that could not be decoded:" in screen
+    again = screen.partition("could not be decoded:")[2]
+    assert all(str(report) in again for report in found.buckets)

@@ -211,18 +211,47 @@ def test_a_drawing_that_fails_says_why_and_leaves_all_as_it_was(stage, tmp_path,
 def test_a_run_draws_a_grid_at_each_evaluation(run, make_config):
     done, screen = run(make_config(steps=4, evaluate_every=2, validation=DRAWN))
     folder = done.config.output / "previews"
-    assert sorted(path.name for path in folder.iterdir()) == ["pictures-000002.png", "pictures-000004.png"]
+    names = [f"pictures-{step:06}.png" for step in (0, 2, 4)]
+    assert sorted(path.name for path in folder.iterdir()) == names
     sizes = []
     for path in sorted(folder.iterdir()):
         with Image.open(path) as image:
             image.load()
             sizes.append(image.size)
-    assert sizes[0] == sizes[1] == (180 + 2 * 96, 2 * 96), "a cell of 96 pixels each, beside the prompts"
+    assert sizes[0] == sizes[1] == sizes[2] == (180 + 2 * 96, 2 * 96), "a cell of 96 pixels each, beside the prompts"
     assert (folder / "pictures-000002.png").read_bytes() != (folder / "pictures-000004.png").read_bytes()
     assert "no preview" not in screen
     plain, _ = run(make_config(steps=4, evaluate_every=2, output=done.config.output.parent / "plain"))
     for record, other in zip(done.history, plain.history, strict=True):
         assert (record.loss, record.held_out) == (other.loss, other.held_out), "drawing costs the training nothing"
+
+
+@pytest.mark.parametrize("held_out", [0, 2])
+def test_the_first_grid_is_of_the_base_and_costs_the_training_nothing(run, make_config, rows, tmp_path, held_out):
+    settings = {"steps": 4, "evaluate_every": 2, "data": {"held_out": held_out}, "checkpoint_every": 2}
+    done, _ = run(make_config(**settings, validation=DRAWN))
+    first = rows[0]
+    pipeline = PreProjSD3Pipeline.from_pretrained(done.config.model)
+    prompts = embed(pipeline, ("", *PROMPTS))
+    assert draw_prompts(pipeline, prompts, done.config, tmp_path / "base.png") is None
+    for (label, made), (prompt, wanted) in zip(first, rows[-1], strict=True):
+        assert label == prompt
+        for one, other in zip(made, wanted, strict=True):
+            assert np.abs(one.astype(int) - other.astype(int)).max() <= 1
+    rows.clear()
+    without, _ = run(make_config(**settings, validation={**DRAWN, "at_start": False}, output=tmp_path / "without"))
+    assert len(rows) == 2 and not (without.config.output / "previews" / "pictures-000000.png").exists()
+    assert [(one.loss, one.held_out) for one in done.history] == [(one.loss, one.held_out) for one in without.history]
+
+
+def test_a_run_that_is_taken_up_draws_no_second_start(run, make_config, rows):
+    settings = {"steps": 4, "evaluate_every": 2, "checkpoint_every": 2, "validation": DRAWN}
+    done, _ = run(make_config(**settings))
+    path = done.config.output / "previews" / "pictures-000000.png"
+    path.write_bytes(b"the first")
+    rows.clear()
+    run(make_config(**settings), resume="2")
+    assert len(rows) == 1 and path.read_bytes() == b"the first"
 
 
 def test_the_averaged_weights_are_drawn(run, make_config, monkeypatch):

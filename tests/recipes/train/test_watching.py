@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
 from mmpreproj.recipes.progress import Reporter
@@ -124,3 +125,21 @@ def test_trackers_are_ended_when_a_run_fails(make_watch, tmp_path):
         raise RuntimeError("of the run")
     assert watch.trackers._trackers == []
     assert any((tmp_path / "run" / "tensorboard").iterdir())
+
+
+PROMPTS = {"prompts": ("red apple",), "count": 1, "steps": 1}
+
+
+@pytest.mark.parametrize(("at_start", "drawn"), [(True, ["pictures-000000.png"]), (False, [])])
+def test_before_the_first_step_pictures_are_drawn_where_that_is_asked_for(make_watch, tmp_path, at_start, drawn):
+    watch, _ = make_watch(validation=PROMPTS | {"at_start": at_start}, trackers=())
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    with watch:
+        watch.evaluate(0)
+        assert sorted(path.name for path in (tmp_path / "run").glob("previews/*")) == drawn
+        assert watch._measured == {}, "the first record is of a step that has changed the profile"
+        watch.evaluate(1)
+    assert sorted(path.name for path in (tmp_path / "run" / "previews").iterdir()) == [*drawn, "pictures-000001.png"]
+    assert watch._measured
+    assert torch.equal(torch.get_rng_state(), state), "what trains draws the same numbers as without pictures"
