@@ -63,9 +63,10 @@ def train(
     (norms of the skips), `checkpoints/`, and with clouds `previews/`. For several processes: `accelerate launch -m
     mmpreproj train CONFIG.yaml`. A run that is stopped by Ctrl-C or SIGTERM saves a checkpoint first.
     """
-    from mmpreproj.training.config import read_config
+    from mmpreproj.training.config import TrainConfig, read_config
 
-    settings = read_config(config, overrides or [])  # a mistake in it is answered before the heavy imports
+    # A mistake in it is answered before the heavy imports.
+    settings: TrainConfig = read_config(config, overrides or [])
     from accelerate import PartialState
 
     from mmpreproj.recipes.train import run_training

@@ -17,6 +17,7 @@ from mmpreproj.patching.control import is_enabled
 from mmpreproj.patching.lookup import adapters
 from mmpreproj.pipelines.latents import largest_side
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
+from mmpreproj.training.lora import lora_parameters
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def best_device() -> torch.device:
 
 
 def describe(pipeline: PreProjSD3Pipeline) -> str:
-    """Say in a line what was loaded."""
+    """Say in a line what was loaded; the weights of a LoRA are counted apart, as they may be merged."""
     transformer = pipeline.transformer
     names = adapters(transformer)
     marked = [name if is_enabled(transformer, name) else f"{name} (switched off)" for name in names]
@@ -138,7 +139,10 @@ def describe(pipeline: PreProjSD3Pipeline) -> str:
         patched = "with its adapter" if marked else "without an adapter"
     else:
         patched = f"with its adapter{'s' if len(marked) > 1 else ''} {', '.join(marked)}"
-    return f"{type(transformer).__name__} {patched}, {transformer.num_parameters():,} parameters"
+    of_lora = sum(parameter.numel() for parameter in lora_parameters(transformer))
+    size = f"{transformer.num_parameters() - of_lora:,} parameters"
+    beside = f", and a LoRA of {of_lora:,} more" if of_lora else ""
+    return f"{type(transformer).__name__} {patched}, {size}{beside}"
 
 
 def file_stems(prompts: Sequence[str]) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,6 +16,7 @@ from mmpreproj.patching.lookup import is_patched
 from mmpreproj.pipelines.adapter_folder import load_adapters
 from mmpreproj.pipelines.adapter_list import LIST_NAME, read_list
 from mmpreproj.pipelines.sd3 import PreProjSD3Pipeline
+from mmpreproj.training.lora import lora_parameters
 
 
 def open_pipeline(model: str, *, dtype: torch.dtype) -> PreProjSD3Pipeline:
@@ -55,8 +59,8 @@ def load_pipeline(
 
     Raises:
         FileNotFoundError: if there is neither a pipeline nor an adapter at `model`.
-        ValueError: if the adapter does not say where its base is, or was made for another base; or if the LoRA has
-            nothing for this transformer.
+        ValueError: if the adapter does not say where its base is, or was made for another base; or if the LoRA is not
+            one, or not for this transformer.
     """
     folder = Path(model)
     several = (folder / LIST_NAME).is_file()
@@ -86,11 +90,41 @@ def _load_lora(pipeline: PreProjSD3Pipeline, lora: str) -> None:
     if not Path(lora).exists() and (Path(lora).is_absolute() or lora.count("/") != 1):
         raise FileNotFoundError(f"no LoRA at {lora!r}: no such folder or file, and no hub id such as owner/name")
     try:
-        pipeline.load_lora_weights(lora)
+        with _without_warnings():
+            found = pipeline.lora_state_dict(lora)
+            pipeline.load_lora_weights(lora)
     except OSError as error:
-        raise FileNotFoundError(f"no LoRA at {lora!r}: {str(error).splitlines()[0]}") from error
-    if not getattr(pipeline.transformer, "peft_config", None):
+        raise FileNotFoundError(f"no LoRA at {lora!r}: {_first_line(error)}") from error
+    except (ValueError, RuntimeError) as error:
+        reason = _first_line(error, passing_over="Error(s) in loading")
+        raise ValueError(f"the LoRA in {lora} does not fit this transformer: {reason}") from error
+    # By number, since several libraries write LoRAs, each with names of its own. Scales and biases are no matrices.
+    matrices = sum(value.ndim > 1 for name, value in found.items() if name.startswith("transformer."))
+    placed = sum(parameter.ndim > 1 for parameter in lora_parameters(pipeline.transformer))
+    if not placed:
         raise ValueError(f"the LoRA in {lora} has nothing for this transformer; it was made for another model")
+    if placed < matrices:
+        raise ValueError(
+            f"the LoRA in {lora} has layers that this transformer does not: {matrices - placed} of its {matrices} "
+            "matrices have no place; it was made for another model"
+        )
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep diffusers from warning of text encoders that a LoRA leaves alone, and of faults that are raised as well."""
+    logger = logging.getLogger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_line(error: Exception, *, passing_over: str | None = None) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[1] if passing_over is not None and lines[0].startswith(passing_over) and len(lines) > 1 else lines[0]
 
 
 def _base_of(folder: Path) -> str:

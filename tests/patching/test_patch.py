@@ -317,7 +317,9 @@ def test_models_of_unknown_classes_are_refused(snapshot):
     )
     for model in (nn.Linear(4, 4), unet, AutoencoderKL(block_out_channels=(32,), norm_num_groups=8)):
         before = snapshot(model)
-        with pytest.raises(TypeError, match=rf"{type(model).__name__} has no attention blocks .*SD3Transformer2DModel"):
+        with pytest.raises(
+            TypeError, match=rf"{type(model).__name__} has no attention blocks .*SD3Transformer2DModel"
+        ):
             mmpreproj.patch(model)
         before.check(model)
 

@@ -1,12 +1,15 @@
 """Pictures from a saved model: what is found, what is drawn, what the files are called."""
 
 import json
+import logging
 import shutil
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import mmpreproj
 from mmpreproj.pipelines import PreProjSD3Pipeline
@@ -305,3 +308,75 @@ def test_the_description_names_the_adapters(make_several, adapter, base):
     assert " with its adapter style, " in describe(load_pipeline(str(make_several(("style",)))))
     several = load_pipeline(str(make_several(switched_off=("b",))))
     assert " with its adapters style, b (switched off), " in describe(several)
+
+
+# --- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lora(trained_together):
+    return trained_together.config.output / "lora"
+
+
+@pytest.fixture
+def altered(lora, tmp_path):
+    """Save a LoRA's weights as a function changes them."""
+
+    def alter(change):
+        (tmp_path / "altered").mkdir()
+        weights = change(load_file(lora / "pytorch_lora_weights.safetensors"))
+        path = tmp_path / "altered" / "pytorch_lora_weights.safetensors"
+        save_file({name: value.clone() for name, value in weights.items()}, path)
+        return str(path.parent)
+
+    return alter
+
+
+def test_a_lora_is_told_and_counted_apart(base, adapter, lora):
+    for model, patched in ((base, "without an adapter"), (adapter, "with its adapter")):
+        alone = load_pipeline(str(model)).transformer.num_parameters()
+        both = load_pipeline(str(model), lora=str(lora))
+        more = both.transformer.num_parameters() - alone
+        assert describe(both) == f"SD3Transformer2DModel {patched}, {alone:,} parameters, and a LoRA of {more:,} more"
+
+
+def test_a_lora_is_loaded_without_diffusers_warnings(base, lora, caplog):
+    level = logging.getLogger("diffusers").level
+    with diffusers_heard(caplog):
+        load_pipeline(str(base), lora=str(lora))
+    assert "No LoRA keys" not in caplog.text
+    assert logging.getLogger("diffusers").level == level
+
+
+@contextmanager
+def diffusers_heard(caplog):
+    logger = logging.getLogger("diffusers")
+    logger.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda weights: weights | {name.replace("blocks.1.", "blocks.5."): weights[name] for name in weights},
+            r"has layers that this transformer does not: 14 of its 44 matrices have no place",
+        ),
+        (
+            lambda weights: {name: value.repeat(2, 2) for name, value in weights.items()},
+            r"does not fit this transformer: size mismatch",
+        ),
+        (lambda weights: {"a": torch.zeros(2)}, r"does not fit this transformer: Invalid LoRA"),
+        (
+            lambda weights: {name.replace("transformer.", "unet.", 1): weights[name] for name in weights},
+            r"has nothing for this transformer",
+        ),
+    ],
+)
+def test_a_lora_of_another_model_is_refused_in_a_line(base, altered, change, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        load_pipeline(str(base), lora=altered(change))
+    assert "\n" not in str(caught.value)

@@ -115,7 +115,7 @@ def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
         "```python",
         "import mmpreproj",
         "",
-        'mmpreproj.load(pipe.transformer, "this folder or hub id")',
+        'mmpreproj.load(pipe.transformer, ".")  # in the folder of this file; else its path, or its hub id',
         "```",
         "",
         *adapter_table(saved, report),

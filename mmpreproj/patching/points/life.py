@@ -74,8 +74,8 @@ def build_points(model: nn.Module, config: PreProjConfig, family: Family) -> Poi
     if family.points is None:
         known = ", ".join(row.model_class for row in FAMILIES if row.points is not None)
         raise ValueError(
-            f"points cannot go through {type(model).__name__}: its row names no way for them. They go where image tokens "
-            f"of a diffusion transformer go, conditioned on its timestep ({known}); leave points out"
+            f"points cannot go through {type(model).__name__}: its row names no way for them. They go "
+            f"where a diffusion transformer's image tokens go, conditioned on its timestep ({known}); leave points out"
         )
     device, dtype = placement(conditioning(model, family))
     _, _, _, attention = next(attention_sites(model, family))

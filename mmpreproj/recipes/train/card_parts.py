@@ -134,7 +134,7 @@ def _describe(source: SourceConfig) -> str:
         more = len(source.shards) - SHARDS
         what = f"tar files {named}{f' and {more} more' if more > 0 else ''}"
     else:
-        what = f"folder `{_last(str(source.folder))}`"
+        what = f"folder `{public_place(str(source.folder))}`"
     draws = "" if source.weight is None else f", of weight {source.weight:g}"
     return what + draws + ("" if source.repeats == 1 else f", each picture {source.repeats:g} times an epoch")
 

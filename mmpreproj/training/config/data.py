@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from mmpreproj.training.config.section import Names, Section
+from mmpreproj.training.config.section import Name, Names, Place, Section
 
 Side = Annotated[int, Field(ge=8)]
 Level = Annotated[int, Field(ge=0, le=255)]
 
+MOST_REPEATS = 10_000
+
+
+def _fits_into_memory(value: float) -> float:
+    if value > MOST_REPEATS:
+        raise ValueError(
+            f"give at most {MOST_REPEATS:,}, since an epoch is laid out in memory; to draw one source far more often "
+            "than another, give each a weight"
+        )
+    return value
+
+
+Repeats = Annotated[float, Field(gt=0), AfterValidator(_fits_into_memory)]
 NEEDS = {  # what each source cannot do without, and what it is
     "folder": ("folder", "the path of a folder with pictures and metadata.jsonl, or with a text file beside each"),
     "furniture": (
@@ -43,7 +55,7 @@ class SourceConfig(Section):
         shard_caption: which member of a shard holds the caption of a picture: `txt`, or `json:caption` for a field of
             its json.
         points_column: name of the column with each row's cloud or mesh file; None reads no clouds.
-        repeats: how often each picture is drawn in an epoch; 0.5 for every other epoch.
+        repeats: how often each picture is drawn in an epoch, at most 10,000 times; 0.5 for every other epoch.
         weight: this source's share of all draws, relative to the other sources'; given for all sources or for none.
     """
 
@@ -62,27 +74,41 @@ class SourceConfig(Section):
     }
 
     source: Literal["folder", "dataset", "shards", "openmoji", "furniture"] = "folder"
-    folder: Path | None = None
+    folder: Place | None = None
     dataset: str | None = None
-    subset: str | None = None
-    split: str = "train"
+    subset: Name | None = None
+    split: Name = "train"
     data_files: Names = ()
     shards: Names = ()
-    picture_column: str = "image"
-    caption_column: str = "text"
-    shard_caption: str = "txt"
-    points_column: str | None = None
-    repeats: float = Field(default=1.0, gt=0)
+    picture_column: Name = "image"
+    caption_column: Name = "text"
+    shard_caption: Name = "txt"
+    points_column: Name | None = None
+    repeats: Repeats = 1.0
     weight: float | None = Field(default=None, gt=0)
+
+    @field_validator("data_files", "shards")
+    @classmethod
+    def _files_have_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not name.strip() for name in value):
+            raise ValueError("one of them is empty; give a path each, or leave it out")
+        return value
 
     @model_validator(mode="after")
     def _what_the_source_needs_is_named(self) -> SourceConfig:
         need = NEEDS.get(self.source)
-        if need is not None and not getattr(self, need[0]) and not self._is_mixed:
+        named = None if need is None else getattr(self, need[0])
+        if need is not None and not (named.strip() if isinstance(named, str) else named) and not self._is_mixed:
             raise ValueError(f"source {self.source!r} needs {need[0]}: {need[1]}")
         if self.points_column is not None and self.source != "folder":
             raise ValueError(f"points_column is of source 'folder'; source {self.source!r} has no metadata")
         return self
+
+    @property
+    def label(self) -> str:
+        """What people know the source by: its folder, its data set or its first shard, else its kind."""
+        found = {"folder": self.folder, "dataset": self.dataset, "shards": next(iter(self.shards), None)}
+        return str(found.get(self.source) or self.source)
 
     @property
     def has_clouds(self) -> bool:
@@ -132,7 +158,7 @@ class DataConfig(SourceConfig):
     held_out_by: Literal["picture", "caption"] = "picture"
     held_out_seed: int | None = Field(default=None, ge=0)
     always_train: tuple[str, ...] = ()
-    cache: Path | None = None
+    cache: Place | None = None
     workers: int = Field(default=0, ge=0, le=64)
 
     @field_validator("more_resolutions")
@@ -158,6 +184,15 @@ class DataConfig(SourceConfig):
     def sources(self) -> tuple[SourceConfig, ...]:
         """The sources, one or several."""
         return self.mix or (self,)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels of the sources, all different: those that are alike are numbered."""
+        alike = [part.label for part in self.sources]
+        return tuple(
+            label if alike.count(label) == 1 else f"{label} ({alike[: place + 1].count(label)})"
+            for place, label in enumerate(alike)
+        )
 
     @property
     def resolutions(self) -> tuple[int, ...]:

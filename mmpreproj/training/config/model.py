@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PlainSerializer, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainSerializer, Tag, model_validator
 
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.training.config.section import Names, Section
@@ -83,18 +83,27 @@ Adapter = Annotated[
 ]
 
 
+GIVE_A_MODEL = "give a hub id, a folder, or the sizes of a new model such as {width: 192, heads: 6}"
+
+
 def _kind_of_model(value: Any) -> str | None:
     if isinstance(value, str):
         return "name"
     return "sizes" if isinstance(value, (Mapping, ScratchModel)) else None
 
 
+def _named(value: str) -> str:
+    if not value.strip():
+        raise ValueError(f"is empty; {GIVE_A_MODEL}")
+    return value
+
+
 # Told apart before either is read, so that a fault in the sizes is no complaint that they are not a name.
 Model = Annotated[
-    Annotated[str, Tag("name")] | Annotated[ScratchModel, Tag("sizes")],
+    Annotated[str, AfterValidator(_named), Tag("name")] | Annotated[ScratchModel, Tag("sizes")],
     Discriminator(
         _kind_of_model,
         custom_error_type="model_kind",
-        custom_error_message="give a hub id, a folder, or the sizes of a new model such as {width: 192, heads: 6}",
+        custom_error_message=GIVE_A_MODEL,
     ),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -14,7 +13,7 @@ from mmpreproj.training.config.data import DataConfig
 from mmpreproj.training.config.model import Adapter, LoraSettings, Model, ScratchModel
 from mmpreproj.training.config.noise import FlowConfig, PointTraining
 from mmpreproj.training.config.optimisation import EmaConfig, OptimizerConfig
-from mmpreproj.training.config.section import Section
+from mmpreproj.training.config.section import Name, Place, Section
 from mmpreproj.training.config.watching import Tracker, ValidationConfig
 
 # YAML 1.1 reads a bare `no` as false.
@@ -85,7 +84,7 @@ class TrainConfig(Section):
     }
 
     model: Model
-    output: Path
+    output: Place
     mode: Literal["probe", "full"] = "probe"
     adapter: Adapter | None = Field(default_factory=PreProjConfig)
     lora: LoraSettings | None = None
@@ -108,7 +107,7 @@ class TrainConfig(Section):
     trackers: tuple[Tracker, ...] = ("tensorboard",)
     checkpoint_every: int = Field(default=500, ge=0)
     keep_checkpoints: int = Field(default=2, ge=1)
-    push_to_hub: str | None = None
+    push_to_hub: Name | None = None
     seed: int = Field(default=0, ge=0, lt=2**32)
 
     @model_validator(mode="after")

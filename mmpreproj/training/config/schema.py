@@ -1,8 +1,8 @@
-"""The JSON Schema of a training configuration, from which editors complete, explain and check one.
+"""The JSON Schema of a configuration, from which editors complete, explain and check one.
 
 `python -m mmpreproj.training.config.schema configs/train.schema.json` writes the file that the shipped configurations
-name in their first line. It knows keys, types, choices, ranges and defaults; what fields ask of each other is checked
-where a configuration is read.
+for trainings name first. It knows keys, types, choices, ranges and defaults; what fields ask of each other
+is checked where a configuration is read.
 """
 
 from __future__ import annotations
@@ -56,33 +56,47 @@ _ADAPTER: Mapping[str, Mapping[str, dict[str, Any]]] = {
 }
 
 
-def json_schema() -> dict[str, Any]:
-    """Describe a training configuration as JSON Schema, draft 2020-12.
+def train_schema() -> dict[str, Any]:
+    """Describe a training configuration as JSON Schema, draft 2020-12."""
+    return json_schema(TrainConfig, name="train.schema.json", title="Training configuration of mmpreproj")
+
+
+def json_schema(kind: type[Section], *, name: str, title: str) -> dict[str, Any]:
+    """Describe a configuration as JSON Schema, draft 2020-12.
+
+    Args:
+        kind: what it configures.
+        name: of the schema's file, which is its `$id`.
+        title: what it describes.
 
     Raises:
         KeyError: if a field is not described in the docstring of its class.
     """
-    schema = TrainConfig.model_json_schema(schema_generator=_InOrder)
+    schema = kind.model_json_schema(schema_generator=_InOrder)
     definitions = schema.pop("$defs")
-    for kind in _kinds(TrainConfig):
-        node = schema if kind is TrainConfig else definitions[kind.__name__]
-        summary, texts = _documentation(kind)
-        settings = getattr(kind, "model_fields", {})
-        node["description"] = summary
-        for name, value in node["properties"].items():
-            written = _as_written(value, settings[name]) if name in settings else value
-            node["properties"][name] = {
-                "description": texts[name],
-                **written,
-                **_ADAPTER.get(kind.__name__, {}).get(name, {}),
-            }
+    for part in _kinds(kind):
+        _describe(part, schema if part is kind else definitions[part.__name__])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": "train.schema.json",
+        "$id": name,
         **schema,
-        "title": "Training configuration of mmpreproj",
+        "title": title,
         "$defs": definitions,
     }
+
+
+def _describe(kind: type, node: dict[str, Any]) -> None:
+    """Put into the schema of a class of settings what its docstrings and code tell."""
+    summary, texts = _documentation(kind)
+    settings = getattr(kind, "model_fields", {})
+    node["description"] = summary
+    for name, value in node["properties"].items():
+        written = _as_written(value, settings[name]) if name in settings else value
+        node["properties"][name] = {
+            "description": texts[name],
+            **written,
+            **_ADAPTER.get(kind.__name__, {}).get(name, {}),
+        }
 
 
 class _InOrder(GenerateJsonSchema):
@@ -112,7 +126,9 @@ def _as_written(value: dict[str, Any], field: FieldInfo) -> dict[str, Any]:
     if changed.get("type") == "array" and any(isinstance(part, BeforeValidator) for part in field.metadata):
         # One of several may be written without brackets.
         several = {"type": changed.pop("type"), "items": changed.pop("items")}
-        changed = {"anyOf": [{"type": "string"}, several], **changed}
+        changed = {"anyOf": [several["items"], several], **changed}
+    if "patternProperties" in changed:
+        changed["additionalProperties"] = False
     if "no" in changed.get("enum", ()):
         # YAML 1.1 reads a bare `no` as false, YAML 1.2 as text.
         changed = {key: part for key, part in changed.items() if key != "type"} | {"enum": [*changed["enum"], False]}
@@ -138,12 +154,17 @@ def _fields(docstring: str) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
-def write_schema(path: Path) -> None:
-    """Write the schema as a file of JSON."""
-    path.write_text(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def write_schema(schema: Mapping[str, Any], path: Path) -> None:
+    """Write a schema as a file of JSON."""
+    path.write_text(json.dumps(schema, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_as_asked(schema: Mapping[str, Any], *, module: str) -> None:
+    """Write a schema to the file that the command line names, `python -m MODULE FILE`."""
+    if len(sys.argv) != 2:
+        sys.exit(f"give the file to write: python -m {module} configs/{schema['$id']}")
+    write_schema(schema, Path(sys.argv[1]))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("give the file to write: python -m mmpreproj.training.config.schema configs/train.schema.json")
-    write_schema(Path(sys.argv[1]))
+    write_as_asked(train_schema(), module="mmpreproj.training.config.schema")

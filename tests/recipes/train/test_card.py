@@ -4,10 +4,12 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from PIL import Image
 from typer.testing import CliRunner
 
 import mmpreproj
@@ -248,33 +250,49 @@ def test_without_prompts_no_samples_are_promised(trained):
 # --- how it is used --------------------------------------------------------------------------------------------------
 
 
-def with_places(text, folder, run):
+def with_places(text, run):
     """Put places of this disk where the card leaves them to its reader."""
-    beside = {"the folder lora/ beside it": "lora", "the folder adapter/ beside it": "adapter"}
-    for words, name in beside.items():
-        text = text.replace(words, str(folder.parent / name))
-    text = text.replace("this folder or hub id", str(folder))
-    return text.replace("the base's folder or hub id", str(run.config.model))
+    return text.replace(f"/path/to/{Path(run.config.model).name}", str(run.config.model))
 
 
 def test_its_python_runs(result, tmp_path, monkeypatch):
     folder, run = result
-    monkeypatch.chdir(tmp_path)
-    code = with_places(block_of(text_of(folder), "python"), folder, run).replace('.to("cuda")', "")
+    shutil.copytree(run.config.output, tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run" / folder.name)  # where the card says
+    assert "Run this in the folder of this file." in text_of(folder)
+    code = with_places(block_of(text_of(folder), "python"), run)
     exec(compile(code, "README.md", "exec"), {})
-    assert (tmp_path / "picture.png").is_file()
+    assert Path("picture.png").is_file()
 
 
 @pytest.mark.parametrize("mode", ["probe", "full"])
 def test_its_command_runs(trained, tmp_path, monkeypatch, mode):
     run, _ = trained[mode]
-    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run.saved, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")  # where the card says
     name, *arguments = shlex.split(block_of(text_of(run.saved), ""))
     assert name == "mmpreproj"
-    arguments = [with_places(argument, run.saved, run) for argument in arguments]
-    ended = CliRunner().invoke(app, [*arguments, "--steps", "2"])
+    ended = CliRunner().invoke(app, [*arguments, "--steps", "2"])  # as it is: an adapter knows its base
     assert ended.exit_code == 0, ended.output
-    assert len(list((tmp_path / "pictures").glob("*.png"))) == 1
+    assert [Image.open(path).size for path in Path("pictures").glob("*.png")] == [(8, 8)]
+
+
+@pytest.mark.parametrize("name", ["adapter", "lora"])
+def test_places_that_are_relative_are_written_as_configured(trained_together, rewrite, name):
+    text = rewrite(trained_together, name, settings={"model": "my base", "output": Path("runs/mine")}).text
+    assert "in the folder that the run was started in" in text
+    assert 'from_pretrained("my base", dtype=dtype)' in text
+    assert 'mmpreproj.load(pipe.transformer, "runs/mine/adapter")' in text
+    assert 'pipe.load_lora_weights("runs/mine/lora")' in text
+    words = shlex.split(block_of(text, ""))
+    assert words[2:8] == ["--model", "my base", "--adapter", "runs/mine/adapter", "--lora", "runs/mine/lora"]
+
+
+def test_a_base_that_the_card_may_not_name_is_a_variable_with_what_to_put_in(trained_together):
+    text = text_of(trained_together.config.output / "lora")
+    name = Path(trained_together.config.model).name
+    assert f'base = "/path/to/{name}"' in text
+    assert f"a folder called `{name}`: put its path, which `adapter_config.json` has, in place of" in text
 
 
 def test_a_repository_is_named_where_the_result_goes_to_one(trained_together, rewrite):
@@ -289,6 +307,7 @@ def test_a_lora_alone_is_given_its_length(run, make_config):
     assert done.saved.name == "lora"
     assert "max_sequence_length=6)" in text
     assert "mmpreproj.load" not in text
+    assert "PreProjSD3Pipeline.from_pretrained" in text  # stock diffusers cannot open a base with one text encoder
 
 
 # --- what is a person's own ------------------------------------------------------------------------------------------

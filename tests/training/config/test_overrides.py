@@ -79,3 +79,21 @@ def test_overrides_switch_sections_on_and_off(read):
 def test_a_fault_in_an_override_is_named_as_one_in_the_file(refusal):
     assert "stepz: unknown key; did you mean 'steps'?" in refusal(MINIMAL, "stepz=3")
     assert "steps: Input should be a valid integer (got {'x': 3})" in refusal(MINIMAL, "steps.x=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "way_out"),
+    [
+        ("data.mix.0.folder=x", "such as 'data.mix=[{folder: x}]'"),
+        ("thaw.0=norms", "such as 'thaw=[norms]'"),
+    ],
+)
+def test_an_override_of_an_entry_where_there_is_no_list_is_refused_with_the_way_out(refusal, override, way_out):
+    message = refusal(MINIMAL, override)
+    assert f"the override {override!r} asks for entry 0 of" in message
+    assert way_out in message
+
+
+@pytest.mark.parametrize("override", ["data..x=3", "data.=3", ".data=3"])
+def test_an_override_with_an_empty_part_is_refused(refusal, override):
+    assert f"a part of the key is empty in {override!r}" in refusal(MINIMAL, override)

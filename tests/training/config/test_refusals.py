@@ -44,9 +44,9 @@ SECTIONS = (
     ("text", "match"),
     [
         ("a: [1", "is not valid YAML"),
-        ("- a", "found list"),
-        ("", "found NoneType"),
-        ("hello", "found str"),
+        ("- a", "found a list"),
+        ("", "found nothing"),
+        ("hello", "found text"),
         ("output: 2026-13-01", "is not valid YAML: month must be in 1..12"),
         ("steps: !!int x", "is not valid YAML"),
         ("steps: !!bool x", "is not valid YAML"),
@@ -56,6 +56,11 @@ SECTIONS = (
         ("? [a]\n: b", "is not valid YAML"),
         ("steps: 1\nseed: 1\nsteps: 2", "is not valid YAML: the key 'steps' is there twice"),
         ("data: {folder: a, folder: b}", "the key 'folder' is there twice"),
+        ("model: a\nmodel: b", "the key 'model' is there twice (line 2, column 1)"),
+        ("data:\n\tfolder: a", "(line 2, column 1); YAML takes spaces, not tabs"),
+        ("model m\noutput: o", "(line 2, column 7); look for a missing colon"),
+        ("model: a\n---\nmodel: b", "leave out the line ---"),
+        ("model: m\0", r"the character '\x00' (place 9) is not allowed; remove it"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_named(refusal, text, match):
@@ -66,7 +71,7 @@ def test_a_file_that_is_no_mapping_is_named(refusal, text, match):
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00model")
-    with pytest.raises(ConfigError, match=r"run\.yaml is not valid YAML"):
+    with pytest.raises(ConfigError, match=r"run\.yaml is not text in UTF-8 .byte 1.; save it as UTF-8"):
         read_config(tmp_path / "run.yaml")
 
 
@@ -186,6 +191,54 @@ def test_a_wrong_type_is_named_with_field_and_value(refusal, change, expected):
 )
 def test_a_value_out_of_range_is_named_with_field_and_value(refusal, change, expected):
     assert expected in refusal({**MINIMAL, **change})
+
+
+@pytest.mark.parametrize("blank", ["", "  "])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda blank: {"model": blank}, "model: is empty; give a hub id, a folder, or the sizes"),
+        (lambda blank: {"output": blank}, "output: is empty; give a path, such as . for the current folder"),
+        (lambda blank: {"data": {"folder": blank}}, "data.folder: is empty; give a path"),
+        (lambda blank: {"data": {"folder": "p", "cache": blank}}, "data.cache: is empty; give a path"),
+        (
+            lambda blank: {"data": {"folder": "p", "caption_column": blank}},
+            "data.caption_column: is empty; give a name",
+        ),
+        (lambda blank: {"data": {"source": "shards", "shards": [blank]}}, "data.shards: one of them is empty"),
+        (lambda blank: {"data": {"source": "dataset", "dataset": blank}}, "source 'dataset' needs dataset"),
+        (lambda blank: {"push_to_hub": blank}, "push_to_hub: is empty; give a name, or leave it out"),
+    ],
+)
+def test_what_is_empty_is_named_with_the_way_out(refusal, blank, change, expected):
+    assert expected in refusal({**MINIMAL, **change(blank)})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"data": {"folder": "p", "repeats": 1e300}}, "data.repeats: give at most 10,000, since an epoch is laid out"),
+        ({"data": {"mix": [{"folder": "p", "repeats": 1e300}]}}, "data.mix.0.repeats: give at most 10,000"),
+        (
+            {"data": {"mix": [{"folder": "p", "weight": 1e300}]}},
+            "data.mix.0.weight: too large; give a number of at most",
+        ),
+        ({"steps": 2**32}, "steps: too large; give a number below 4294967296"),
+        ({"steps": 1e300}, "steps: too large; give a number below 4294967296"),
+        ({"data": {"folder": "p", "held_out": 10**30}}, "data.held_out: too large"),
+        ({"optimizer": {"learning_rate": 1e31}}, "optimizer.learning_rate: too large; give a number of at most 1e+30"),
+        ({"output": "a\0b"}, "output: has a NUL character in it"),
+        ({"output": 5}, "output: give a path as text (got 5)"),
+        ({"steps": None}, "(got null, or nothing after the colon)"),
+    ],
+)
+def test_what_nothing_can_be_done_with_is_refused(refusal, change, expected):
+    assert expected in refusal({**MINIMAL, **change})
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbf" + b"model: m\noutput: o\ndata: {folder: p}")
+    assert read_config(tmp_path / "run.yaml").model == "m"
 
 
 @pytest.mark.parametrize("field", ["model", "output", "data"])

@@ -183,3 +183,14 @@ def test_a_column_of_clouds_that_nothing_trains_on_is_refused_where_it_is(adapte
 def test_only_a_folder_has_a_column_of_clouds():
     wrong = {"source": "dataset", "dataset": "d", "points_column": "cloud"}
     assert "data.mix.0: points_column is of source 'folder'; source 'dataset'" in refusal(data={"mix": [wrong]})
+
+
+def test_sources_have_labels_of_their_own():
+    mix = [
+        {"folder": "a/b"},
+        {"source": "openmoji"},
+        {"source": "shards", "shards": ["x.tar", "y.tar"]},
+        {"folder": "a/b"},
+    ]
+    assert parse(data={"mix": mix}).data.labels == ("a/b (1)", "openmoji", "x.tar", "a/b (2)")
+    assert parse(data={"source": "dataset", "dataset": "me/set"}).data.labels == ("me/set",)
