@@ -19,10 +19,10 @@ FLOORS = {
     "data": 3,
     "pipelines": 4,
     "training": 4,
-    "language": 4,
-    "recipes": 5,
-    "cli": 6,
-    "__main__": 7,
+    "language": 5,
+    "recipes": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 CORE_MAY_IMPORT = sys.stdlib_module_names | {"torch", "mmpreproj"}
 HEAVY = ["torch", "diffusers", "transformers", "accelerate", "numpy", "safetensors", "huggingface_hub", "pydantic"]

@@ -1,0 +1,1 @@
+"""Frozen causal language models with the adapter: text, arms, fitting and measures."""
