@@ -111,7 +111,7 @@ def config(base, tmp_path):
 def test_help_lists_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    assert set(COMMANDS) == {"quickstart", "train", "generate", "shapes", "view", "inspect"}
+    assert set(COMMANDS) == {"quickstart", "train", "generate", "shapes", "view", "inspect", "probe"}
     assert all(re.search(rf"\b{name}\b", result.output) for name in COMMANDS)
     assert "--version" in result.output
     assert "--traceback" in result.output

@@ -203,6 +203,16 @@ def test_save_and_load_into_a_fresh_base(row, tmp_path):
     assert torch.equal(generated(fresh), generated(model))
 
 
+def test_the_card_is_of_a_language_model(tmp_path):
+    model = make_model("LlamaForCausalLM")
+    mmpreproj.patch(model)
+    mmpreproj.save(model, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert 'mmpreproj.load(model, ".")' in card
+    assert "transformers" in card.partition("---\n\n")[0]
+    assert "pipe" not in card and "diffusers" not in card
+
+
 def test_the_profile_has_a_row_for_each_layer(row):
     model = make_patched(row)
     rows = list(mmpreproj.profile(model))

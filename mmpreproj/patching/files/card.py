@@ -21,6 +21,7 @@ PICTURE_NAME = "profile.png"
 MARK = "<!-- written by mmpreproj.save, and written anew by it while this line is here -->"
 INITIAL = "#e08a2e"
 TAGS = ("mmpreproj", "diffusers", "adapter")
+LANGUAGE_TAGS = ("mmpreproj", "transformers", "adapter")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -70,7 +71,8 @@ def draw_profile(profile: Profile, path: Path) -> None:
     """
     from matplotlib.figure import Figure  # a second to import, and not needed to patch
 
-    labels = [_row_label(row.block, row.attention, row.weights) for row in profile]
+    several = len({row.attention for row in (*profile.rows, *profile.gains)}) > 1  # in some blocks
+    labels = [_row_label(row.block, row.attention if several else "", row.weights) for row in profile]
     skips = [(row.skip, row.skip_initial) for row in profile]
     downs = [(row.down, row.down_initial) for row in profile]
     panels = [
@@ -78,7 +80,7 @@ def draw_profile(profile: Profile, path: Path) -> None:
         ("‖W_down‖, pre-projection (Frobenius norm)", labels, downs),
     ]
     if profile.gains:
-        streams = [_row_label(row.block, row.attention, row.stream) for row in profile.gains]
+        streams = [_row_label(row.block, row.attention if several else "", row.stream) for row in profile.gains]
         panels = [panel for panel in panels if panel[1]]
         panels.append(("rotary gain, mean size over heads", streams, [(row.gain, 0.0) for row in profile.gains]))
     figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
@@ -98,14 +100,16 @@ def _draw_panel(axes: Any, title: str, labels: list[str], values: list[tuple[flo
 
 
 def _row_label(block: int, attention: str, weights: str) -> str:
-    label = str(block) if attention == "attn" else f"{block} {attention}"
+    label = str(block) if attention in ("", "attn") else f"{block} {attention}"
     return label if weights == "shared" else f"{label}\n{weights}"
 
 
 def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
     source = saved.base.name_or_path
+    is_multimodal = "image" in report.streams
+    tags, model = (TAGS, "pipe.transformer") if is_multimodal else (LANGUAGE_TAGS, "model")
     lines = [
-        *front_matter(source if is_hub_id(source) else None, library="mmpreproj", tags=TAGS),
+        *front_matter(source if is_hub_id(source) else None, library="mmpreproj", tags=tags),
         MARK,
         "",
         f"# {title_of(saved.config)}",
@@ -115,7 +119,7 @@ def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
         "```python",
         "import mmpreproj",
         "",
-        'mmpreproj.load(pipe.transformer, ".")  # in the folder of this file; else its path, or its hub id',
+        f'mmpreproj.load({model}, ".")  # in the folder of this file; else its path, or its hub id',
         "```",
         "",
         *adapter_table(saved, report),
