@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -149,9 +150,14 @@ def count_parameters(wrapped: nn.Module) -> int:
 
 
 def _with_lora(model: nn.Module, shape: LoraShape, saved: Path | None, *, field: str = "lora.targets") -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for PEFT to heed
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # by PEFT itself, for GPT-2's maps
+        return _new_lora(model, shape, field) if saved is None else _saved_lora(model, saved / LORA)
+
+
+def _new_lora(model: nn.Module, shape: LoraShape, field: str) -> nn.Module:
     peft = import_peft()
-    if saved is not None:
-        return _saved_lora(model, saved / LORA)
     targets: Any = list(shape.targets) or None
     if shape.targets == (ALL_LINEAR,):
         targets = ALL_LINEAR

@@ -163,7 +163,8 @@ def _keep_activations(model: Any) -> None:
         model.activation_checkpointing_disable()
     else:
         model.gradient_checkpointing_disable()
-    model.disable_input_require_grads()  # a hook on the embedding, which is left otherwise
+    if hasattr(model, "_require_grads_hook"):  # on the embedding, where transformers leaves it
+        model.disable_input_require_grads()
 
 
 class _Batches:

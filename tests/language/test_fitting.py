@@ -271,16 +271,15 @@ def test_what_was_kept_by_another_number_of_processes_is_refused(tmp_path):
         train(tmp_path)
 
 
-@pytest.mark.parametrize("rate", [1e30])
-def test_a_training_that_diverges_ends_with_the_way_out(rate, tmp_path):
+def test_a_training_that_diverges_ends_with_the_way_out(tmp_path):
     with pytest.raises(RuntimeError, match=r"has diverged; give lower learning_rates"):
-        train(tmp_path, rate=rate, steps=20)
+        train(tmp_path, rate=1e30, steps=20)
 
 
 @pytest.mark.parametrize(
     ("training", "told"),
     [
-        ({"batch_size": 4, "micro_batch_size": 3}, r"training.micro_batch_size: a process has 4 blocks a step, which 3"),
+        ({"batch_size": 4, "micro_batch_size": 3}, r"training.micro_batch_size: .* 4 blocks a step, which 3 "),
         ({"batch_size": 4, "micro_batch_size": 8}, r"training.micro_batch_size: .* 8 does not divide"),
     ],
 )

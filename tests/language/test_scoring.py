@@ -263,3 +263,19 @@ def test_a_gpu_scores_as_the_cpu_does():
     expected = score_text(tiny_llama(), text(), length=8, stride=4, batch_size=3).nll
     found = score_text(tiny_llama().to("cuda"), text(), length=8, stride=4, batch_size=3).nll
     np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(8, 8), (8, 3), (16, 16)])
+def test_each_window_begins_with_the_beginning(length, stride):
+    """The same tokens are scored, no window is longer, and none reads the token twice."""
+    model, seen = tiny_llama(), []
+    tokens = [7, *text()]
+    model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"]), with_kwargs=True)
+    found = score_text(model, tokens, length=length, stride=stride, batch_size=1, beginning=7)
+    windows = list(seen)
+    plain = score_text(model, tokens, length=length, stride=stride, batch_size=1)
+    assert all(ids[0, 0] == 7 and ids.shape[1] <= length for ids in windows)
+    assert windows[0].tolist() == [tokens[:length]]
+    assert windows[1][0, 1:].tolist() == tokens[stride + 1 : stride + length]
+    assert found.counts.tolist() == plain.counts.tolist()
+    assert found.nll[0] == plain.nll[0] and found.nll[1] != plain.nll[1]

@@ -90,7 +90,7 @@ def _row(study: Study, text: str, arm: ArmName) -> Row:
     rate = trials[0].learning_rate
     steps = [record.step_seconds for record in records if record.step_seconds is not None]
     peaks = [record.peak_memory for record in records if record.peak_memory is not None]
-    others: list[ArmName] = [other for other in AGAINST if other in study.config.arms and other != arm]
+    others = _compared_to(study, arm)
     return Row(
         text=text,
         arm=arm,
@@ -105,6 +105,11 @@ def _row(study: Study, text: str, arm: ArmName) -> Row:
         peak_memory=max(peaks) if peaks else None,
         added_cache_bytes=_added_cache(study, text, records[0]),
     )
+
+
+def _compared_to(study: Study, arm: ArmName) -> list[ArmName]:
+    """List what an arm is compared to; the base, which the others are compared to, is compared to none of them."""
+    return [other for other in AGAINST if other in study.config.arms and BASE != arm != other]
 
 
 def _measures(study: Study, trials: list[Trial], others: Mapping[ArmName, list[Trial]]) -> dict[str, Measure]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,7 +89,9 @@ def _load(given: LanguageModel, kind: str, **further: Any) -> Any:
             given.name, revision=given.revision or "main", gguf_file=given.gguf_file, **further
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {given.name!r} cannot be opened: {error}") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        place = "cannot be opened" if Path(given.name).exists() else "no such folder here, and on the hub"
+        raise ConfigError(f"model: {given.name!r}: {place}: {reason}") from error
     if given.gguf_file is not None and hasattr(loaded, "hf_quantizer"):  # its weights are widened, so it is no GGUF
         loaded.hf_quantizer, loaded.is_quantized = None, False
         del loaded.config.quantization_config

@@ -95,6 +95,6 @@ class StudyReporter:
 def duration(seconds: float) -> str:
     """Write a length of time in the units that a person would take."""
     if seconds < 90:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -10,7 +10,7 @@ from pathlib import Path
 from mmpreproj.files import write_atomically
 from mmpreproj.language.bootstrap import Comparison
 from mmpreproj.language.config import BASE
-from mmpreproj.recipes.probe.comparison import PERPLEXITY, Measure, Row, compare_arms
+from mmpreproj.recipes.probe.comparison import AGAINST, PERPLEXITY, Measure, Row, compare_arms
 from mmpreproj.recipes.probe.figures import draw_learning_rates, draw_skip_profile
 from mmpreproj.recipes.probe.run import Study
 
@@ -68,8 +68,8 @@ def _quality(rows: Sequence[Row]) -> list[str]:
     names = list(rows[0].measures)
     lines = [f"| arm | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
     lines += [f"| {row.arm} | {' | '.join(_value(name, row.measures[name]) for name in names)} |" for row in rows]
-    rivals = list(dict.fromkeys(arm for row in rows for measure in row.measures.values() for arm in measure.against))
-    for rival in rivals:
+    there = {arm for row in rows for measure in row.measures.values() for arm in measure.against}
+    for rival in (arm for arm in AGAINST if arm in there):
         lines += ["", f"Against {rival}:", "", f"| arm | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
         compared = [row for row in rows if any(rival in measure.against for measure in row.measures.values())]
         for row in compared:
@@ -80,15 +80,15 @@ def _quality(rows: Sequence[Row]) -> list[str]:
 
 def _cost(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "| arm | parameters | learning rate | seeds | validation perplexity | step, s | peak MB | cache, bytes |",
+        "| arm | parameters | learning rate | seeds | validation perplexity | step, s | peak MB | cache |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         rank = f" (rank {row.lora_rank})" if row.lora_rank else ""
         rate = "-" if row.learning_rate is None else f"{row.learning_rate:g}" + (" (edge)" if row.at_edge else "")
-        step = "-" if row.step_seconds is None else f"{row.step_seconds:.2f}"
+        step = "-" if row.step_seconds is None else f"{row.step_seconds:.3g}"
         memory = "-" if row.peak_memory is None else f"{row.peak_memory / 1e6:,.0f}"
-        cache = "-" if row.added_cache_bytes is None or row.arm == BASE else f"+{row.added_cache_bytes:,}"
+        cache = "-" if row.added_cache_bytes is None or row.arm == BASE else f"{row.added_cache_bytes:+,} bytes"
         lines.append(
             f"| {row.arm} | {row.parameters:,}{rank} | {rate} | {row.seeds} | {row.validation_perplexity:.3f} | "
             f"{step} | {memory} | {cache} |"

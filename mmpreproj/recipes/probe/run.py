@@ -28,6 +28,7 @@ from mmpreproj.recipes.probe.inputs import Inputs, open_inputs
 from mmpreproj.recipes.probe.progress import StudyReporter
 from mmpreproj.training.config import ConfigError
 from mmpreproj.training.config.file import write_config
+from mmpreproj.training.optimisation import check_optimizer
 from mmpreproj.training.processes import on_main_process
 
 LOSSES = "losses.json"
@@ -73,6 +74,7 @@ def run_study(config: StudyConfig, *, console: Console | None = None) -> Study:
     """
     accelerator = make_accelerator(config)
     _check_output(config.output)
+    check_optimizer(config.optimizer, device=accelerator.device)
     reporter = StudyReporter(console or Console(), show=accelerator.is_main_process)
     with locked(config.output, accelerator), reporter:
         runner = _Runner(config, open_inputs(config, reporter), accelerator, reporter)
@@ -128,8 +130,11 @@ class _Runner:
             trials = [Trial(text, name, chosen, seed) for seed in seeds]
             for trial in trials[1:]:
                 self._train(trial)
-        for trial in trials:
-            self._evaluate(trial)
+        made = [self._evaluate(trial) for trial in trials]
+        if any(made):
+            found = ", ".join(f"{self.scores[trial].text.perplexity:.3f}" for trial in trials)
+            at = "" if name == BASE else f" at rate {trials[0].learning_rate:g}"
+            self.reporter.say(f"{text}: {name}{at}: test perplexity {found}")
 
     def _train(self, trial: Trial) -> None:
         folder, settings = trial.folder(self.config.records), self._settings(trial)
@@ -186,16 +191,18 @@ class _Runner:
 
         on_main_process(self.accelerator, write)
 
-    def _evaluate(self, trial: Trial) -> None:
+    def _evaluate(self, trial: Trial) -> bool:
+        """Score a trained arm, or read its scores; returns whether it was scored now."""
         folder = trial.folder(self.config.records)
         settings = self._settings(trial) | {"evaluation": self._measured_by()}
         scores = on_main_process(self.accelerator, lambda: read_scores(folder, settings))
-        if scores is None:
-            made = self._scored(trial, None if trial.arm == BASE else folder)
-            on_main_process(self.accelerator, lambda: write_scores(made, folder, settings))
-            self.reporter.say(f"{trial}: test perplexity {made.text.perplexity:.3f}")
-            scores = made
-        self.scores[trial] = scores
+        if scores is not None:
+            self.scores[trial] = scores
+            return False
+        made = self._scored(trial, None if trial.arm == BASE else folder)
+        on_main_process(self.accelerator, lambda: write_scores(made, folder, settings))
+        self.scores[trial] = made
+        return True
 
     def _scored(self, trial: Trial, saved: Path | None) -> Scores:
         """Score a trained arm, from its files."""
