@@ -32,6 +32,10 @@ UNREADABLE = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOF
 MARKS = ("forward", "_original_forward", "_is_accelerate_prepared")  # that accelerate leaves on a model
 
 
+class DivergedError(RuntimeError):
+    """A training whose loss or gradient is not finite, at a rate that is too high."""
+
+
 @dataclass(frozen=True)
 class Fit:
     """How a training went.
@@ -99,7 +103,7 @@ def fit(
 
     Raises:
         ConfigError: if what was kept is damaged, or was made with other settings.
-        RuntimeError: if a loss or a gradient is not finite.
+        DivergedError: if a loss or a gradient is not finite.
     """
     training = config.training
     settings = config.optimizer.model_copy(update={"learning_rate": learning_rate})
@@ -200,10 +204,7 @@ def _step(model: nn.Module, tokens: Tensor, config: StudyConfig, optimizer: Any,
     mean = float(accelerator.reduce(total, reduction="mean"))
     rescues = accelerator.scaler is not None  # which leaves out a step whose gradient has overflown
     if not math.isfinite(mean) or not (rescues or math.isfinite(norm)):
-        raise RuntimeError(
-            f"the loss is {mean:g} and the norm of its gradient {norm:g}, so this training has diverged; give lower "
-            "learning_rates"
-        )
+        raise DivergedError(f"the loss is {mean:g} and the norm of its gradient {norm:g}: this training has diverged")
     return mean
 
 

@@ -58,8 +58,8 @@ class TrialRecord:
         settings: all that its result depends on.
         parameters: number of those that were trained.
         lora_rank: of its LoRA; 0 where there is none.
-        validation_perplexity: at the end.
-        loss: mean of the last tenth of the training steps, in nats a token; None for the base.
+        validation_perplexity: at the end; infinite where the training diverged.
+        loss: mean of the last tenth of the training steps, in nats a token; None for the base, and where it diverged.
         step_seconds: median time of a step; None for the base.
         peak_memory: most memory that training held, in bytes: of the GPU, or of the process on a CPU; None where it
             is not known.

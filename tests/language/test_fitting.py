@@ -14,7 +14,7 @@ from training_kit import told_of_others
 
 from mmpreproj.language.arms import Arm, LoraShape, on_model
 from mmpreproj.language.config import StudyConfig
-from mmpreproj.language.fitting import UNFINISHED, fit, forget_unfinished, make_accelerator
+from mmpreproj.language.fitting import UNFINISHED, DivergedError, fit, forget_unfinished, make_accelerator
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.training.config import ConfigError
 
@@ -272,7 +272,7 @@ def test_what_was_kept_by_another_number_of_processes_is_refused(tmp_path):
 
 
 def test_a_training_that_diverges_ends_with_the_way_out(tmp_path):
-    with pytest.raises(RuntimeError, match=r"has diverged; give lower learning_rates"):
+    with pytest.raises(DivergedError, match="this training has diverged"):
         train(tmp_path, rate=1e30, steps=20)
 
 

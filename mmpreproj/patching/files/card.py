@@ -71,7 +71,8 @@ def draw_profile(profile: Profile, path: Path) -> None:
     """
     from matplotlib.figure import Figure  # a second to import, and not needed to patch
 
-    several = len({row.attention for row in (*profile.rows, *profile.gains)}) > 1  # in some blocks
+    names = [row.attention for row in profile.rows] + [row.attention for row in profile.gains]
+    several = len(set(names)) > 1  # in some blocks
     labels = [_row_label(row.block, row.attention if several else "", row.weights) for row in profile]
     skips = [(row.skip, row.skip_initial) for row in profile]
     downs = [(row.down, row.down_initial) for row in profile]

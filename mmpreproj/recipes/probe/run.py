@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
 
 from mmpreproj.files import write_atomically
-from mmpreproj.language.arms import Arm, count_parameters, make_arm, on_model, save_arm
+from mmpreproj.language.arms import count_parameters, make_arm, on_model, save_arm
 from mmpreproj.language.caches import cache_bytes
 from mmpreproj.language.config import BASE, ArmName, StudyConfig
-from mmpreproj.language.fitting import Fit, fit, forget_unfinished, make_accelerator
+from mmpreproj.language.fitting import DivergedError, Fit, fit, forget_unfinished, make_accelerator
 from mmpreproj.language.scores import Scores, read_scores, score_model, validation_perplexity, write_scores
 from mmpreproj.language.tasks import Task
 from mmpreproj.language.trials import Trial, TrialRecord, read_record, write_record
@@ -122,19 +123,30 @@ class _Runner:
         seeds = self.config.seeds
         if name == BASE:
             trials = [Trial(text, name, None, seeds[0])]
-            self._train(trials[0])
         else:
             for rate in self.config.rates_of(name):
                 self._train(Trial(text, name, rate, seeds[0]))
             chosen = Study(self.config, self.trials, {}).chosen_rate(text, name)
             trials = [Trial(text, name, chosen, seed) for seed in seeds]
-            for trial in trials[1:]:
+        made = []
+        for trial in trials:  # each scored before the next is trained, so that one broken off has lost the least
+            if trial not in self.trials:
                 self._train(trial)
-        made = [self._evaluate(trial) for trial in trials]
+            self._check_converged(trial)
+            made.append(self._evaluate(trial))
         if any(made):
             found = ", ".join(f"{self.scores[trial].text.perplexity:.3f}" for trial in trials)
             at = "" if name == BASE else f" at rate {trials[0].learning_rate:g}"
             self.reporter.say(f"{text}: {name}{at}: test perplexity {found}")
+
+    def _check_converged(self, trial: Trial) -> None:
+        if self.trials[trial].validation_perplexity < math.inf:
+            return
+        rates = ", ".join(f"{rate:g}" for rate in self.config.rates_of(trial.arm))
+        where = (
+            f"every rate of learning_rates ({rates})" if trial.seed == self.config.seeds[0] else f"seed {trial.seed}"
+        )
+        raise ConfigError(f"texts.{trial.text}: {trial.arm} diverged at {where}; give lower learning_rates")
 
     def _train(self, trial: Trial) -> None:
         folder, settings = trial.folder(self.config.records), self._settings(trial)
@@ -153,43 +165,52 @@ class _Runner:
         torch.manual_seed(trial.seed)
         with on_model(self.inputs.model, arm) as wrapped:
             initial = _skip_norms(wrapped)
-            result = None
-            if trial.learning_rate is not None:
-                result = fit(
-                    wrapped,
-                    text.train,
-                    self.config,
-                    learning_rate=trial.learning_rate,
-                    seed=trial.seed,
-                    accelerator=self.accelerator,
-                    folder=folder,
-                    identity=settings,
-                    on_step=self._show_step(trial),
-                )
-                self._keep_result(wrapped, arm, result, folder)
-            return TrialRecord(
+            record = TrialRecord(
                 trial=trial,
                 settings=settings,
                 parameters=count_parameters(wrapped),
                 lora_rank=0 if arm.lora is None else arm.lora.rank,
+                validation_perplexity=math.inf,
+                cache_bytes=cache_bytes(wrapped),
+                initial_skip_norms=initial,
+            )
+            try:
+                result = None if trial.learning_rate is None else self._fitted(wrapped, trial, folder, settings)
+            except DivergedError as error:  # that a rate is too high is an answer, too
+                self.reporter.say(f"{trial}: {error}")
+                return record
+            return replace(
+                record,
                 validation_perplexity=validation_perplexity(
                     wrapped, text, self.config.evaluation, on_progress=self._show(trial, "validation text")
                 ),
-                cache_bytes=cache_bytes(wrapped),
                 loss=None if result is None else _end(result.losses),
                 step_seconds=None if result is None else result.step_seconds,
                 peak_memory=None if result is None else result.peak_memory,
                 skip_norms=_skip_norms(wrapped),
-                initial_skip_norms=initial,
             )
 
-    def _keep_result(self, wrapped: Any, arm: Arm, result: Fit, folder: Path) -> None:
+    def _fitted(self, wrapped: Any, trial: Trial, folder: Path, settings: Mapping[str, Any]) -> Fit:
+        """Train what an arm has put on the model, and keep what comes of it."""
+        result = fit(
+            wrapped,
+            self.inputs.texts[trial.text].train,
+            self.config,
+            learning_rate=cast(float, trial.learning_rate),
+            seed=trial.seed,
+            accelerator=self.accelerator,
+            folder=folder,
+            identity=settings,
+            on_step=self._show_step(trial),
+        )
+
         def write() -> None:
-            save_arm(wrapped, arm, folder)
+            save_arm(wrapped, self.arms[trial.arm], folder)
             text = json.dumps([round(loss, 6) for loss in result.losses])
             write_atomically(folder / LOSSES, lambda path: Path(path).write_text(text, encoding="utf-8"))
 
         on_main_process(self.accelerator, write)
+        return result
 
     def _evaluate(self, trial: Trial) -> bool:
         """Score a trained arm, or read its scores; returns whether it was scored now."""

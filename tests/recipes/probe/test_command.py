@@ -34,7 +34,7 @@ def test_the_command_runs_a_study_and_says_where_its_report_is(written, tmp_path
         (["model=no/such"], "model: 'no/such': no such folder here"),
         (
             ["arms=[pre_projection+skip]", "learning_rates=[1.0e+30]", "training.steps=9"],
-            "has diverged; give lower learning_rates",
+            "diverged at every rate of learning_rates (1e+30); give lower learning_rates",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """A study from its configuration: what it leaves, how it goes on, and what it refuses."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from mmpreproj.recipes.probe import Study
 from mmpreproj.recipes.probe import run as run_module
 from mmpreproj.training.config import ConfigError, read_config
 
+BOTH = "pre_projection+skip"
 TRAINED = [arm for arm in ARMS if arm != "base"]
 
 
@@ -300,3 +302,21 @@ def test_a_base_in_bf16_is_scored_as_it_was_trained(make_study):
         text = inputs.texts[record.trial.text]
         assert run_module.validation_perplexity(wrapped, text, config.evaluation) == record.validation_perplexity
         assert {p.dtype for p in wrapped.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_a_rate_at_which_training_diverges_is_not_chosen_and_not_tried_again(make_study, fitted):
+    study = run_quietly(make_study(arms=(BOTH,), learning_rates=(1e-3, 1e30), seeds=(0,), training__steps=9))[0]
+    records = {trial.learning_rate: record for trial, record in study.trials.items()}
+    assert records[1e30].validation_perplexity == math.inf and records[1e30].loss is None
+    assert {study.chosen_rate(text, BOTH) for text in study.config.texts} == {1e-3}
+    done = len(fitted)
+    run_quietly(study.config)
+    assert len(fitted) == done
+
+
+def test_an_arm_that_diverges_at_every_rate_ends_a_study_with_the_way_out(make_study):
+    with pytest.raises(
+        ConfigError,
+        match=r"texts\.\w+: pre_projection\+skip diverged at every rate of learning_rates \(1e\+30\); give",
+    ):
+        run_quietly(make_study(arms=(BOTH,), learning_rates=(1e30,), seeds=(0,), training__steps=9))
