@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmpreproj.language.scoring import evaluation_mode, longest_input
+from mmpreproj.language.evaluation.scoring import evaluation_mode, longest_input
 
 TOKENS = 32
 

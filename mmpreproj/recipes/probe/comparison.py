@@ -8,7 +8,8 @@ from statistics import fmean, median
 
 import numpy as np
 
-from mmpreproj.language.bootstrap import (
+from mmpreproj.language.config import BASE, ArmName
+from mmpreproj.language.evaluation.bootstrap import (
     Comparison,
     Estimate,
     mean_and_error,
@@ -16,8 +17,7 @@ from mmpreproj.language.bootstrap import (
     paired_perplexity_ratio,
     perplexity_and_error,
 )
-from mmpreproj.language.config import BASE, ArmName
-from mmpreproj.language.scores import Scores
+from mmpreproj.language.evaluation.scores import Scores
 from mmpreproj.language.trials import Trial, TrialRecord
 from mmpreproj.recipes.probe.run import Study
 

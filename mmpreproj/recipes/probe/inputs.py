@@ -13,9 +13,9 @@ from accelerate import PartialState
 from torch import nn
 
 from mmpreproj.language.config import LanguageModel, StudyConfig
-from mmpreproj.language.packing import PackedText, pack_text
-from mmpreproj.language.scoring import longest_input
-from mmpreproj.language.tasks import Task, read_task
+from mmpreproj.language.evaluation.scoring import longest_input
+from mmpreproj.language.evaluation.tasks import Task, read_task
+from mmpreproj.language.texts.packing import PackedText, pack_text
 from mmpreproj.patching.families import find_family
 from mmpreproj.pipelines.identity import fingerprint
 from mmpreproj.recipes.probe.progress import StudyReporter

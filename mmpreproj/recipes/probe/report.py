@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mmpreproj.files import write_atomically
-from mmpreproj.language.bootstrap import Comparison
 from mmpreproj.language.config import BASE
+from mmpreproj.language.evaluation.bootstrap import Comparison
 from mmpreproj.recipes.probe.comparison import AGAINST, PERPLEXITY, Measure, Row, compare_arms
 from mmpreproj.recipes.probe.figures import draw_learning_rates, draw_skip_profile
 from mmpreproj.recipes.probe.run import Study

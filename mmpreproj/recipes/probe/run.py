@@ -18,9 +18,9 @@ from mmpreproj.files import write_atomically
 from mmpreproj.language.arms import count_parameters, make_arm, on_model, save_arm
 from mmpreproj.language.caches import cache_bytes
 from mmpreproj.language.config import BASE, ArmName, StudyConfig
+from mmpreproj.language.evaluation.scores import Scores, read_scores, score_model, validation_perplexity, write_scores
+from mmpreproj.language.evaluation.tasks import Task
 from mmpreproj.language.fitting import DivergedError, Fit, fit, forget_unfinished, make_accelerator
-from mmpreproj.language.scores import Scores, read_scores, score_model, validation_perplexity, write_scores
-from mmpreproj.language.tasks import Task
 from mmpreproj.language.trials import Trial, TrialRecord, read_record, write_record
 from mmpreproj.patching.lookup import is_patched
 from mmpreproj.patching.profile import profile

@@ -10,8 +10,8 @@ from PIL import Image
 from study_kit import ARMS, run_quietly
 
 from mmpreproj.language.config import StudyConfig
-from mmpreproj.language.scores import Scores
-from mmpreproj.language.scoring import TextScore
+from mmpreproj.language.evaluation.scores import Scores
+from mmpreproj.language.evaluation.scoring import TextScore
 from mmpreproj.language.trials import Trial, TrialRecord
 from mmpreproj.recipes.probe import Study, write_report
 from mmpreproj.recipes.probe.comparison import compare_arms

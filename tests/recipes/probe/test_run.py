@@ -13,7 +13,7 @@ from study_kit import ARMS, run_quietly
 
 from mmpreproj.language import fitting
 from mmpreproj.language.config import StudyConfig
-from mmpreproj.language.scores import SCORES
+from mmpreproj.language.evaluation.scores import SCORES
 from mmpreproj.language.trials import RECORD, Trial, TrialRecord
 from mmpreproj.recipes.probe import Study
 from mmpreproj.recipes.probe import run as run_module
@@ -281,7 +281,7 @@ def test_a_model_that_begins_texts_has_its_beginning_in_each_window(make_study, 
     tiny_llama().save_pretrained(folder)
     tiny_tokenizer(adds_bos=True).save_pretrained(folder)
     given = []
-    from mmpreproj.language import scores
+    from mmpreproj.language.evaluation import scores
 
     stock = scores.score_text
     monkeypatch.setattr(scores, "score_text", lambda *a, **s: given.append(s["beginning"]) or stock(*a, **s))

@@ -1,10 +1,13 @@
-"""The JSON Schema of a study's configuration; `python -m mmpreproj.language.schema configs/study.schema.json`."""
+"""The JSON Schema of a study's configuration.
+
+`python -m mmpreproj.language.config.schema configs/study.schema.json` writes the file.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mmpreproj.language.config import StudyConfig
+from mmpreproj.language.config.study import StudyConfig
 from mmpreproj.training.config.schema import json_schema, write_as_asked
 
 
@@ -14,4 +17,4 @@ def study_schema() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    write_as_asked(study_schema(), module="mmpreproj.language.schema")
+    write_as_asked(study_schema(), module="mmpreproj.language.config.schema")

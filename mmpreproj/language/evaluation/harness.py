@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmpreproj.language.scoring import evaluation_mode
-from mmpreproj.language.tasks import DELIMITER, Task, TaskScore, spread
+from mmpreproj.language.evaluation.scoring import evaluation_mode
+from mmpreproj.language.evaluation.tasks import DELIMITER, Task, TaskScore, spread
 
 OURS = {"acc": "accuracy", "acc_norm": "normalised_accuracy", "perplexity": "nll"}
 FEWSHOT_SEED = 1234  # lm-eval's

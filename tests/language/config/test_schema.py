@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from mmpreproj.language.config import StudyConfig
-from mmpreproj.language.schema import study_schema
+from mmpreproj.language.config.schema import study_schema
 from mmpreproj.training.config import ConfigError, parse_config, read_config
 from mmpreproj.training.config.file import _Loader
 from mmpreproj.training.config.schema import write_schema
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.glob("probe_*.yaml"))
 MINIMAL = {"model": "some/model", "output": "runs/x", "texts": {"wiki": {"files": "a.txt"}}}
 SCHEMA = study_schema()
@@ -42,18 +42,21 @@ def test_the_file_is_what_the_classes_say(tmp_path):
     written = (CONFIGS / "study.schema.json").read_text(encoding="utf-8")
     assert written == (tmp_path / "a.json").read_text(encoding="utf-8"), (
         "configs/study.schema.json is older than the configuration's classes; write it anew with "
-        "python -m mmpreproj.language.schema configs/study.schema.json"
+        "python -m mmpreproj.language.config.schema configs/study.schema.json"
     )
 
 
 @pytest.mark.slow  # another process imports torch
 def test_the_command_writes_the_file_and_asks_for_its_name(tmp_path):
-    command = [sys.executable, "-m", "mmpreproj.language.schema"]
+    command = [sys.executable, "-m", "mmpreproj.language.config.schema"]
     subprocess.run([*command, str(tmp_path / "a.json")], check=True)
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == SCHEMA
     without = subprocess.run(command, capture_output=True, text=True)
     assert without.returncode == 1
-    assert "give the file to write: python -m mmpreproj.language.schema configs/study.schema.json" in without.stderr
+    assert (
+        "give the file to write: python -m mmpreproj.language.config.schema configs/study.schema.json"
+        in without.stderr
+    )
 
 
 def test_it_is_a_schema_of_the_draft_it_names():

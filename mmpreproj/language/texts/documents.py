@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmpreproj.language.caching import bars_from
-from mmpreproj.language.text import SplitNames, TextSource
+from mmpreproj.language.config import SplitNames, TextSource
+from mmpreproj.language.texts.caching import bars_from
 from mmpreproj.training.config.section import ConfigError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mmpreproj.language.caching import digest_of, mapped
-from mmpreproj.language.text import TextSource
+from mmpreproj.language.config import TextSource
+from mmpreproj.language.texts.caching import digest_of, mapped
 from mmpreproj.training.config.section import ConfigError
 
 if TYPE_CHECKING:

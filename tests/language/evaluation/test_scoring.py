@@ -6,8 +6,8 @@ import torch
 from scoring_kit import VOCABULARY, tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
-from mmpreproj.language import scoring
-from mmpreproj.language.scoring import Continuation, longest_input, score_continuations, score_text
+from mmpreproj.language.evaluation import scoring
+from mmpreproj.language.evaluation.scoring import Continuation, longest_input, score_continuations, score_text
 
 
 def text(length=41, seed=3):

@@ -13,16 +13,17 @@ from mmpreproj.language.config import (
     LanguageModel,
     LanguageOptimizer,
     LanguageTraining,
+    SplitNames,
     StudyConfig,
     TaskFile,
+    TextSource,
 )
-from mmpreproj.language.text import SplitNames, TextSource
 from mmpreproj.language.trials import Trial
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.training.config import ConfigError, TrainConfig, find_config, parse_config, read_config, write_config
 from mmpreproj.training.config.file import COMMANDS, SHARED
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.glob("probe_*.yaml"))
 MINIMAL = {"model": "some/model", "output": "runs/x", "texts": {"wiki": {"files": "a.txt"}}}
 SECTIONS = (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scoring_kit import tiny_llama, tiny_tokenizer
 
-from mmpreproj.language.harness import score_file_with_lm_eval, score_with_lm_eval
-from mmpreproj.language.tasks import read_task, score_task
+from mmpreproj.language.evaluation.harness import score_file_with_lm_eval, score_with_lm_eval
+from mmpreproj.language.evaluation.tasks import read_task, score_task
 
 pytest.importorskip("lm_eval")
 datasets = pytest.importorskip("datasets")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mmpreproj.language.bootstrap import (
+from mmpreproj.language.evaluation.bootstrap import (
     mean_and_error,
     paired_difference,
     paired_perplexity_ratio,
@@ -147,7 +147,7 @@ def test_a_seed_makes_the_result_repeatable():
 
 
 def test_many_items_are_resampled_in_parts(monkeypatch):
-    monkeypatch.setattr("mmpreproj.language.bootstrap.CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr("mmpreproj.language.evaluation.bootstrap.CHUNK_ELEMENTS", 1000)
     values = normal(150)
     assert mean_and_error(values, resamples=3001).error == pytest.approx(values.std() / np.sqrt(150), rel=0.05)
 

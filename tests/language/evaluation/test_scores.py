@@ -10,8 +10,7 @@ from language_models import make_model
 from scoring_kit import CORPUS, tiny_llama, tiny_tokenizer
 
 from mmpreproj.language.config import EvaluationConfig
-from mmpreproj.language.packing import PackedText
-from mmpreproj.language.scores import (
+from mmpreproj.language.evaluation.scores import (
     SCORES,
     Scores,
     read_scores,
@@ -19,8 +18,9 @@ from mmpreproj.language.scores import (
     validation_perplexity,
     write_scores,
 )
-from mmpreproj.language.scoring import TextScore, score_text
-from mmpreproj.language.tasks import read_task, score_task
+from mmpreproj.language.evaluation.scoring import TextScore, score_text
+from mmpreproj.language.evaluation.tasks import read_task, score_task
+from mmpreproj.language.texts.packing import PackedText
 from mmpreproj.training.config import ConfigError
 
 SETTINGS = {"model": "abc", "evaluation": {"length": 16, "limit": None}}

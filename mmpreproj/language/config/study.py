@@ -8,26 +8,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from mmpreproj.language.naming import TaskName, TextName, check_task_name, collision
-from mmpreproj.language.parts import LanguageLora, LanguageModel, LanguageOptimizer, LanguageTraining, Model
-from mmpreproj.language.several import Rates, Seeds, Several, one_or_more, some_and_none_twice
-from mmpreproj.language.text import TextSource
+from mmpreproj.language.config.naming import TaskName, TextName, check_task_name, collision
+from mmpreproj.language.config.parts import LanguageLora, LanguageOptimizer, LanguageTraining, Model
+from mmpreproj.language.config.several import Rates, Seeds, Several, one_or_more, some_and_none_twice
+from mmpreproj.language.config.text import TextSource
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.training.config.model import Adapter
 from mmpreproj.training.config.section import Names, Place, Section
-
-__all__ = [
-    "BASE",
-    "ArmName",
-    "EvaluationConfig",
-    "LanguageLora",
-    "LanguageModel",
-    "LanguageOptimizer",
-    "LanguageTraining",
-    "StudyConfig",
-    "TaskFile",
-    "TaskKind",
-]
 
 ArmName = Literal[
     "base", "lora", "lora_matched", "pre_projection", "skip", "pre_projection+skip", "pre_projection+skip+lora"
@@ -38,7 +25,7 @@ Arms = Annotated[tuple[ArmName, ...], BeforeValidator(one_or_more), AfterValidat
 
 
 class TaskFile(Section):
-    """A task in a local file; see `mmpreproj.language.tasks.read_task`.
+    """A task in a local file; see `mmpreproj.language.evaluation.tasks.read_task`.
 
     Attributes:
         file: one JSON object a line.

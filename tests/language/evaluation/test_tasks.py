@@ -7,8 +7,8 @@ import pytest
 import torch
 from scoring_kit import tiny_llama, tiny_tokenizer
 
-from mmpreproj.language.scoring import Continuation
-from mmpreproj.language.tasks import encode_pair, read_task, score_task, spread
+from mmpreproj.language.evaluation.scoring import Continuation
+from mmpreproj.language.evaluation.tasks import encode_pair, read_task, score_task, spread
 
 LAST_WORD = [
     {"context": "the cat sat on the", "continuation": "mat"},

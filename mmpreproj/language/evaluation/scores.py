@@ -16,10 +16,10 @@ from torch import nn
 
 from mmpreproj.files import write_atomically
 from mmpreproj.language.config import EvaluationConfig
-from mmpreproj.language.harness import score_with_lm_eval
-from mmpreproj.language.packing import PackedText
-from mmpreproj.language.scoring import TextScore, score_text
-from mmpreproj.language.tasks import Task, TaskScore, score_task
+from mmpreproj.language.evaluation.harness import score_with_lm_eval
+from mmpreproj.language.evaluation.scoring import TextScore, score_text
+from mmpreproj.language.evaluation.tasks import Task, TaskScore, score_task
+from mmpreproj.language.texts.packing import PackedText
 from mmpreproj.language.trials import check_settings
 from mmpreproj.training.config import ConfigError
 

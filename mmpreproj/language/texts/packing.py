@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmpreproj.language.caching import digest_of, mapped
-from mmpreproj.language.documents import read_documents
-from mmpreproj.language.splits import ROLES, Split, split_documents
-from mmpreproj.language.text import TextSource
+from mmpreproj.language.config import TextSource
+from mmpreproj.language.texts.caching import digest_of, mapped
+from mmpreproj.language.texts.documents import read_documents
+from mmpreproj.language.texts.splits import ROLES, Split, split_documents
 from mmpreproj.training.config.section import ConfigError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from mmpreproj.language.config import TaskKind
-from mmpreproj.language.scoring import (
+from mmpreproj.language.evaluation.scoring import (
     Continuation,
     ContinuationScore,
     Progress,

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from mmpreproj.language.documents import find_files, read_documents
-from mmpreproj.language.packing import beginning_token, pack_text, tokenizer_digest
-from mmpreproj.language.splits import hold_out
-from mmpreproj.language.text import TextSource
+from mmpreproj.language.config import TextSource
+from mmpreproj.language.texts.documents import find_files, read_documents
+from mmpreproj.language.texts.packing import beginning_token, pack_text, tokenizer_digest
+from mmpreproj.language.texts.splits import hold_out
 from mmpreproj.training.config import ConfigError
 
 BOS, EOS = 1, 2
@@ -485,7 +485,7 @@ def test_the_tokenizers_digest_is_of_how_it_cuts_not_of_how_it_was_used():
 def test_a_second_run_tokenises_nothing(tmp_path, monkeypatch):
     source = TextSource(files=f"{many(tmp_path)}/*.txt")
     first = pack(source)
-    from mmpreproj.language import packing
+    from mmpreproj.language.texts import packing
 
     monkeypatch.setattr(packing, "_tokenise", None)
     again = pack(source)

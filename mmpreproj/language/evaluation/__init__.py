@@ -1,0 +1,1 @@
+"""What a language model scores: log-likelihoods, tasks, and how arms compare."""

@@ -1,0 +1,1 @@
+"""Text, from where it lies to blocks of tokens."""
