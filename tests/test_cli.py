@@ -275,7 +275,7 @@ def test_train_goes_on_from_a_checkpoint(config, tmp_path):
     assert "no checkpoint '7' to go on from" in refused("train", config, "--resume", "7")
 
 
-@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("asked", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_run_that_is_stopped_saves_and_ends_as_shells_expect(config, tmp_path, asked):
     command = [sys.executable, "-m", "mmpreproj", "train", str(config), "steps=100000", "checkpoint_every=0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"}

@@ -171,7 +171,10 @@ def test_resolutions_cost_no_more_graphs_than_in_the_base(make_transformer):
 # What comes and goes after a model has run compiled
 
 
-@pytest.mark.parametrize("way", ["model", pytest.param("blocks", marks=pytest.mark.slow), "wrapped blocks"])
+@pytest.mark.parametrize(
+    "way",
+    ["model", pytest.param("blocks", marks=pytest.mark.slow), pytest.param("wrapped blocks", marks=pytest.mark.slow)],
+)
 def test_adapters_that_come_and_go_after_a_run_are_noticed(make_transformer, predict, shake, way):
     model, eager = make_transformer(), make_transformer()
     compiled = compiled_by(way, model, backend="eager")

@@ -18,6 +18,8 @@ import mmpreproj
 from mmpreproj.patching.files.format import read_weights
 from mmpreproj.points import add_point_path, point_velocity
 
+pytestmark = pytest.mark.slow  # two processes
+
 
 def build() -> nn.Module:
     """Build a tiny transformer with a point path."""

@@ -28,9 +28,9 @@ SCALINGS = {
 }
 WAYS = ("model", "blocks", "wrapped blocks")
 SLOW = pytest.mark.slow
-BRIEF_WAYS = ("model", "blocks", pytest.param("wrapped blocks", marks=SLOW))
+TWO_WAYS = ("model", "blocks", pytest.param("wrapped blocks", marks=SLOW))
 MODEL_ALONE = ("model", *(pytest.param(way, marks=SLOW) for way in WAYS[1:]))
-BRIEF_SCALINGS = [pytest.param(kind, marks=SLOW if kind in ("ntk", "diagonal") else ()) for kind in SCALINGS]
+BRIEF_SCALINGS = [pytest.param(kind, marks=() if kind in KINDS else SLOW) for kind in SCALINGS]
 BUILT = {"model": 2, "blocks": 2, "wrapped blocks": 2}  # tables and model; two blocks
 
 
@@ -115,7 +115,7 @@ def other_adapter(make, kind, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SLOW)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TWO_WAYS)
 @torch.no_grad()
 def test_compiled_in_full_graphs_equals_eager(make, make_transformer, kind, way, backend):
     (picture,) = pictures((8, 12, 5))
@@ -141,7 +141,7 @@ def test_compiled_by_inductor_equals_eager(make, kind):
         close(compiled(**picture)[0], model(**picture)[0])
 
 
-@pytest.mark.parametrize("way", BRIEF_WAYS)
+@pytest.mark.parametrize("way", MODEL_ALONE)
 def test_scales_and_swaps_build_no_graph_anew(make, kind, predict, graphs, way, other_adapter):
     model, eager = make(kind), make(kind)
     compiled = compiled_by(way, model, backend=graphs)
@@ -256,7 +256,7 @@ def test_positions_that_come_and_go_after_a_run_are_noticed(make_transformer, pr
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("way", BRIEF_WAYS)
+@pytest.mark.parametrize("way", MODEL_ALONE)
 def test_disabled_is_the_base_and_costs_one_more_graph(make, make_transformer, predict, graphs, kind, way):
     model, eager = make(kind), make(kind)
     compiled = compiled_by(way, model, backend=graphs)

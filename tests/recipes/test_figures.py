@@ -160,6 +160,7 @@ def test_a_prompt_is_drawn_as_it_is_and_not_read_as_mathematics(tmp_path):
     assert (tmp_path / "grid.png").is_file()
 
 
+@pytest.mark.slow  # another process imports everything
 def test_drawing_leaves_the_users_own_figures_and_backend_alone(tmp_path):
     code = (
         "import sys; from mmpreproj.recipes.figures import draw_loss_curves; "

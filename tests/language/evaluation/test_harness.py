@@ -63,6 +63,7 @@ def assert_same_scores(found, expected):
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4)
 
 
+@pytest.mark.slow  # lm-eval reads the index of all its tasks first
 @pytest.mark.parametrize("limit", [None, 4])
 @pytest.mark.parametrize("longest", [64, 12])  # 12: contexts are cut
 @pytest.mark.parametrize("kind", ["last_word", "multiple_choice"])

@@ -190,6 +190,7 @@ def test_pictures_have_one_legend_and_layers_are_whole_numbers(layers, tmp_path,
     assert [text.get_text() for text in kept.axes[0].figure.legends[0].get_texts()] == list(study.config.arms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"arms": ("pre_projection", "lora_matched")}, {"arms": ("skip",), "learning_rates": (1e-2,), "seeds": (5,)}],

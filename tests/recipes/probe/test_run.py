@@ -19,6 +19,7 @@ from mmpreproj.recipes.probe import Study
 from mmpreproj.recipes.probe import run as run_module
 from mmpreproj.training.config import ConfigError, read_config
 
+SLOW = pytest.mark.slow
 BOTH = "pre_projection+skip"
 TRAINED = [arm for arm in ARMS if arm != "base"]
 
@@ -117,7 +118,9 @@ def test_a_study_that_is_done_trains_and_scores_nothing(finished, make_study, tm
     assert len(told.splitlines()) == 2
 
 
-@pytest.mark.parametrize("place", ["in training", "before the record", "in scoring"])
+@pytest.mark.parametrize(
+    "place", ["in training", *(pytest.param(place, marks=SLOW) for place in ("before the record", "in scoring"))]
+)
 def test_a_study_that_was_broken_off_goes_on_to_the_same(place, finished, make_study, tmp_path, monkeypatch):
     """With the weights, records and scores of one that was not, bit for bit."""
     config = make_study()
@@ -155,7 +158,7 @@ def test_a_study_that_was_broken_off_goes_on_to_the_same(place, finished, make_s
     ("changes", "expected"),
     [
         ({"arms": (*ARMS, "skip")}, {("skip", 0), ("skip", 1)}),
-        ({"seeds": (0, 1, 2)}, {(arm, 2) for arm in TRAINED}),
+        pytest.param({"seeds": (0, 1, 2)}, {(arm, 2) for arm in TRAINED}, marks=SLOW),
         ({"arms": ("base", "lora")}, set()),
         ({"evaluation__resamples": 300, "evaluation__batch_size": 3, "training__micro_batch_size": 1}, set()),
     ],
@@ -258,6 +261,7 @@ def test_a_model_of_no_known_kind_is_refused(kind, make_study, tmp_path):
     assert len(str(refused.value).splitlines()) == 1
 
 
+@SLOW
 def test_a_second_study_in_one_output_is_refused(make_study, fitted):
     config = make_study()
     here, there = FORKING.Pipe()

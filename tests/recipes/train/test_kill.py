@@ -193,7 +193,7 @@ def make_disk(tmp_path):
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-@pytest.mark.parametrize("size", [500, 700])
+@pytest.mark.parametrize("size", [500, pytest.param(700, marks=pytest.mark.slow)])
 def test_a_disk_that_becomes_full_ends_a_run_with_its_last_good_checkpoint(
     run, make_config, make_disk, tmp_path, size
 ):

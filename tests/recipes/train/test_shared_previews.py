@@ -24,6 +24,8 @@ PROMPTS = ("red apple", "blue tree", "green square")
 STEPS, COUNT = 2, 2
 WAYS = ("whole", "sharded", "failing", "nowhere")
 
+pytestmark = pytest.mark.slow  # two processes
+
 
 def draw(folder: Path, way: str, rank: int, accelerator: Accelerator | None) -> dict[str, Any]:
     """Draw the prompts; returns how often the transformer was called and how often a reason was given."""
