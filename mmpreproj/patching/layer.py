@@ -32,7 +32,7 @@ class AttentionAdapter(nn.Module):
         streams: the streams of this attention.
         content: whether this attention is among those with pre-projection and skip; positions are everywhere.
         skipped: names of the streams whose attention output is used, and so may carry a skip.
-        width: token width D.
+        widths: token width D of each stream; the same where they share weights.
         heads: number of attention heads H.
         device: where the weights are made.
         dtype: dtype of the weights.
@@ -50,7 +50,7 @@ class AttentionAdapter(nn.Module):
         streams: tuple[Stream, ...],
         content: bool,
         skipped: tuple[str, ...],
-        width: int,
+        widths: Mapping[str, int],
         heads: int,
         device: torch.device,
         dtype: torch.dtype,
@@ -63,6 +63,7 @@ class AttentionAdapter(nn.Module):
         self.suspended = 0  # by how many `disabled` blocks
         self.scale = Scale(device=device)
         self.keys = {stream.name: SHARED if config.share == "block" else stream.name for stream in streams}
+        width = {key: widths[name] for name, key in self.keys.items()}
         projected = sorted(set(self.keys.values())) if config.pre_projection and content else []
         bypassed = sorted({self.keys[name] for name in skipped}) if config.skip and content else []
         positions = config.positions
@@ -71,12 +72,12 @@ class AttentionAdapter(nn.Module):
         std = config.start_std
         self.pre_projection = nn.ModuleDict(
             {
-                key: PreProjection(width, expansion=config.expansion, init_std=std, device=device, dtype=dtype)
+                key: PreProjection(width[key], expansion=config.expansion, init_std=std, device=device, dtype=dtype)
                 for key in projected
             }
         )
         self.content_skip = nn.ModuleDict(
-            {key: ContentSkip(width, init_std=std, device=device, dtype=dtype) for key in bypassed}
+            {key: ContentSkip(width[key], init_std=std, device=device, dtype=dtype) for key in bypassed}
         )
         self.rotary_gain = nn.ModuleDict({name: RotaryGain(heads, device=device, dtype=dtype) for name in learned})
         self.initial_norms = self.norms()

@@ -148,13 +148,17 @@ def build(model: nn.Module, config: PreProjConfig, *, family: Family | None = No
 
 def _build(model: nn.Module, config: PreProjConfig, family: Family) -> BuiltAdapter:
     config = settle_positions(model, config, family)
-    wanted = config.block_indices(len(joint_blocks(model, family)))
+    depth = len(joint_blocks(model, family))
+    wanted = config.block_indices(depth)
     sites = {}
     for index, path, site, attention in attention_sites(model, family):
         content = index in wanted and (config.dual_attention or not site.dual)
         if content or config.needs_processor:
             _check_site(path, site, attention)
-            sites[path] = (site, attention, _build_adapter(config, family, site, attention, content=content))
+            _check_widths(config, family, path, site, attention)
+            skipped = family.skipped(model, site, attention, last=index == depth - 1)
+            adapter = _build_adapter(config, family, site, attention, content=content, skipped=skipped)
+            sites[path] = (site, attention, adapter)
     if not sites:
         children = ", ".join(site.child for site in family.sites)
         raise TypeError(f"{type(model).__name__} has no joint attention in {family.blocks} (looked for: {children})")
@@ -228,16 +232,33 @@ def _check_site(path: str, site: AttentionSite, attention: nn.Module) -> None:
         )
 
 
+def _check_widths(config: PreProjConfig, family: Family, path: str, site: AttentionSite, attention: nn.Module) -> None:
+    """Refuse one set of weights for streams of different widths."""
+    widths = {stream.name: family.width_of(attention, stream) for stream in site.streams}
+    if config.share == "block" and len(set(widths.values())) > 1:
+        found = " and ".join(f"{stream} {width}" for stream, width in widths.items())
+        raise ValueError(
+            f"share must be 'stream' for {family.model_class}: the streams of {path} have different widths ({found}), "
+            "which one set of weights cannot serve; got share='block'"
+        )
+
+
 def _build_adapter(
-    config: PreProjConfig, family: Family, site: AttentionSite, attention: nn.Module, *, content: bool
+    config: PreProjConfig,
+    family: Family,
+    site: AttentionSite,
+    attention: nn.Module,
+    *,
+    content: bool,
+    skipped: tuple[str, ...],
 ) -> AttentionAdapter:
     device, dtype = placement(attention)
     return AttentionAdapter(
         config,
         streams=site.streams,
         content=content,
-        skipped=tuple(stream.name for stream in site.streams if not stream.is_discarded(attention)),
-        width=family.width_of(attention),
+        skipped=skipped,
+        widths={stream.name: family.width_of(attention, stream) for stream in site.streams},
         heads=family.heads_of(attention),
         device=device,
         dtype=dtype,

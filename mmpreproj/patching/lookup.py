@@ -119,9 +119,9 @@ def attention_sites(model: nn.Module, family: Family) -> Iterator[tuple[int, str
     """Iterate over (block index, path, site, attention) of every joint attention in a model."""
     for index, block in enumerate(joint_blocks(model, family)):
         for site in family.sites:
-            attention = getattr(block, site.child, None)
+            attention = site.find(block)
             if attention is not None:
-                yield index, f"{family.blocks}.{index}.{site.child}", site, attention
+                yield index, f"{family.blocks}.{index}.{site.child}", site.as_in(attention), attention
 
 
 def family_of(model: nn.Module) -> Family:
@@ -131,7 +131,14 @@ def family_of(model: nn.Module) -> Family:
 
 def block_of(path: str) -> int:
     """Read the block's index from the plain path of an attention."""
-    return int(path.split(".")[-2])
+    return split_path(path)[0]
+
+
+def split_path(path: str) -> tuple[int, str]:
+    """Read the block's index, and the name of the attention in the block, from the plain path of an attention."""
+    parts = path.split(".")
+    at = max(index for index, part in enumerate(parts) if part.isdigit())
+    return int(parts[at]), ".".join(parts[at + 1 :])
 
 
 def resolve_names(model: nn.Module, name: str | None) -> tuple[str, ...]:

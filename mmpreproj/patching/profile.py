@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mmpreproj.patching.lookup import named_adapters, resolve_name, unwrap
+from mmpreproj.patching.lookup import named_adapters, resolve_name, split_path, unwrap
 from mmpreproj.patching.offloading import check_values_present
 
 
@@ -103,10 +103,10 @@ def profile(model: nn.Module, *, name: str | None = None) -> Profile:
 
 def rows_from_norms(path: str, norms: dict, initial: dict) -> list[ProfileRow]:
     """Build the rows of one attention module from its norms now and at the start."""
-    *_, block, attention = path.split(".")
+    block, attention = split_path(path)
     return [
         ProfileRow(
-            block=int(block),
+            block=block,
             attention=attention,
             weights=weights,
             skip=norms["skip"].get(weights),
@@ -120,8 +120,8 @@ def rows_from_norms(path: str, norms: dict, initial: dict) -> list[ProfileRow]:
 
 def rows_from_gains(path: str, gains: dict[str, float | None]) -> list[GainRow]:
     """Build the rows of one attention module from the mean gain of each stream."""
-    *_, block, attention = path.split(".")
-    return [GainRow(int(block), attention, stream, gain) for stream, gain in sorted(gains.items())]
+    block, attention = split_path(path)
+    return [GainRow(block, attention, stream, gain) for stream, gain in sorted(gains.items())]
 
 
 def format_norm(now: float | None, initial: float | None) -> str:

@@ -195,14 +195,14 @@ def test_residuals_of_a_controlnet_meet_the_adapter(patched, make_inputs):
     )
 
 
-def test_a_controlnet_is_refused_with_the_way_to_patch_it(transformer, make_inputs):
+def test_a_controlnet_is_patched_by_its_row_and_by_one_of_ones_own(transformer, make_inputs):
     controlnet = SD3ControlNetModel.from_transformer(transformer, num_layers=1, num_extra_conditioning_channels=0)
     for blocks in (controlnet.controlnet_blocks, controlnet.pos_embed_input):
         for parameter in blocks.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     controlnet.eval()
-    with pytest.raises(TypeError, match=r"SD3ControlNetModel has no attention blocks that mmpreproj knows.*Fam"):
-        mmpreproj.patch(controlnet)
+    assert mmpreproj.patch(controlnet).model_class == "SD3ControlNetModel"
+    mmpreproj.unpatch(controlnet)
 
     def run():
         with torch.no_grad():

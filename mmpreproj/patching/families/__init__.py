@@ -9,10 +9,12 @@ from torch import nn
 
 from mmpreproj.patching.families.language import LANGUAGE
 from mmpreproj.patching.families.multimodal import MULTIMODAL
+from mmpreproj.patching.families.refused import REFUSED
 from mmpreproj.patching.families.row import Argument, AttentionSite, Family, PointSeam, PositionSeam, Stream
 
 __all__ = [
     "FAMILIES",
+    "REFUSED",
     "Argument",
     "AttentionSite",
     "Family",
@@ -30,14 +32,16 @@ def find_family(model: nn.Module) -> Family:
     """Find the row for a model by its class or a base class of it.
 
     Raises:
-        TypeError: if the table does not know the model.
+        TypeError: if the table does not know the model; with the reason where the class is one of `REFUSED`.
     """
     rows = {family.model_class: family for family in FAMILIES}
     for base in type(model).__mro__:
         if base.__name__ in rows:
             return rows[base.__name__]
+    reasons = (REFUSED[base.__name__] for base in type(model).__mro__ if base.__name__ in REFUSED)
+    reason = "".join(f": {reason}" for reason in list(reasons)[:1])
     raise TypeError(
-        f"{type(model).__name__} has no attention blocks that mmpreproj knows. Known model classes: "
+        f"{type(model).__name__} has no attention blocks that mmpreproj knows{reason}. Known model classes: "
         f"{', '.join(rows)}. For another one, describe it with mmpreproj.patching.families.Family(…) and pass that "
         "row as patch(model, config, family=…)"
     )

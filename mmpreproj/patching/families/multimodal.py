@@ -1,43 +1,11 @@
-"""The rows of Diffusers' multimodal transformers."""
+"""The rows of Diffusers' multimodal transformers, by kin."""
 
 from __future__ import annotations
 
-from mmpreproj.patching.families.row import Argument, AttentionSite, Family, PointSeam, PositionSeam, Stream
+from mmpreproj.patching.families.flux import FLUX
+from mmpreproj.patching.families.image import IMAGE
+from mmpreproj.patching.families.row import Family
+from mmpreproj.patching.families.sd3 import SD3
+from mmpreproj.patching.families.video import VIDEO
 
-_IMAGE = Stream("image", argument="hidden_states", position=0, output=0)
-_TEXT = Stream("text", argument="encoder_hidden_states", position=1, output=1, discarded_by="context_pre_only")
-
-MULTIMODAL: tuple[Family, ...] = (
-    Family(
-        model_class="SD3Transformer2DModel",
-        blocks="transformer_blocks",
-        sites=(
-            AttentionSite("attn", (_IMAGE, _TEXT)),
-            AttentionSite("attn2", (_IMAGE,), dual=True),
-        ),
-        width="query_dim",
-        heads="heads",
-        norm="AdaLN-Zero (AdaLN-Continuous for the text of the last block)",
-        gate="gate_msa per stream, gate_msa2 for attn2",
-        positions="absolute sin-cos in the patch embedding",
-        settings=("qk_norm", "dual_attention_layers"),
-        seam=PositionSeam(
-            latents=Argument("hidden_states", 0),
-            text=Argument("encoder_hidden_states", 1),
-            attention_kwargs=Argument("joint_attention_kwargs", 5),
-            patch_embedding="pos_embed",
-            patch_size="patch_size",
-            sample_size="sample_size",
-            processor="JointAttnProcessor2_0",
-        ),
-        points=PointSeam(
-            latents=Argument("hidden_states", 0),
-            pooled=Argument("pooled_projections", 2),
-            attention_kwargs=Argument("joint_attention_kwargs", 5),
-            conditioning="time_text_embed",
-            norm="norm1",
-            feed_forward_norm="norm2",
-            feed_forward="ff",
-        ),
-    ),
-)
+MULTIMODAL: tuple[Family, ...] = (*SD3, *FLUX, *IMAGE, *VIDEO)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sized
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -20,6 +21,9 @@ class Stream:
         output: the index of the stream's result in the attention's output tuple (0 for a lone tensor).
         discarded_by: an attribute of the attention module that is true where the block throws this output away; such
             a stream is pre-projected (it feeds keys and values) but gets no skip.
+        taken_by: an attribute of the attention module that is None where it does not take this stream at all.
+        width: attribute of the attention module that gives this stream's width D where it is not the family's; dotted
+            for one of an attribute's own.
     """
 
     name: str
@@ -27,19 +31,40 @@ class Stream:
     position: int
     output: int
     discarded_by: str | None = None
+    taken_by: str | None = None
+    width: str | None = None
 
     def is_discarded(self, attention: nn.Module) -> bool:
         """Tell whether the block throws this stream's attention output away."""
         return self.discarded_by is not None and bool(getattr(attention, self.discarded_by))
 
+    def is_taken(self, attention: nn.Module) -> bool:
+        """Tell whether an attention module takes this stream."""
+        return self.taken_by is None or getattr(attention, self.taken_by, None) is not None
+
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """An attention module inside a block: the child's name, its streams, and whether it is a second attention."""
+    """An attention module inside a block: the child's name, its streams, and whether it is a second attention.
+
+    The name is dotted where the attention is a child's child.
+    """
 
     child: str
     streams: tuple[Stream, ...]
     dual: bool = False
+
+    def find(self, block: nn.Module) -> nn.Module | None:
+        """Return the attention module of a block, None for a block without one."""
+        try:
+            return cast("nn.Module | None", attrgetter(self.child)(block))
+        except AttributeError:
+            return None
+
+    def as_in(self, attention: nn.Module) -> AttentionSite:
+        """Return this site with only those streams that an attention module takes."""
+        taken = tuple(stream for stream in self.streams if stream.is_taken(attention))
+        return self if taken == self.streams else replace(self, streams=taken)
 
 
 @dataclass(frozen=True)
@@ -124,6 +149,9 @@ class Family:
         norm: what stands before the attention.
         gate: what multiplies the attention output, and so the skip, before the residual sum.
         positions: how the stock model encodes position.
+        unread: names of the streams whose output of the last block nobody reads; there they are pre-projected (they
+            feed keys and values) but get no skip.
+        followed_by: path of the module list that does read them, unless it is empty; None where there is none.
         settings: names in the model's config that, besides width, depth and heads, set one base apart from another.
         seam: where positions can be set; None where they cannot be.
         points: where points can go; None where they cannot.
@@ -137,14 +165,32 @@ class Family:
     norm: str
     gate: str
     positions: str
+    unread: tuple[str, ...] = ()
+    followed_by: str | None = None
     settings: tuple[str, ...] = ()
     seam: PositionSeam | None = None
     points: PointSeam | None = None
 
-    def width_of(self, attention: nn.Module) -> int:
-        """Read the token width D off an attention module."""
-        return int(attrgetter(self.width)(attention))
+    def width_of(self, attention: nn.Module, stream: Stream | None = None) -> int:
+        """Read the token width D off an attention module: the family's, or that of one of its streams."""
+        own = None if stream is None else stream.width
+        return int(attrgetter(own or self.width)(attention))
 
     def heads_of(self, attention: nn.Module) -> int:
         """Read the number of heads off an attention module."""
         return int(attrgetter(self.heads)(attention))
+
+    def skipped(self, model: nn.Module, site: AttentionSite, attention: nn.Module, *, last: bool) -> tuple[str, ...]:
+        """Name the streams of an attention whose output is read, and so may carry a skip.
+
+        Args:
+            model: the whole model.
+            site: where the attention is.
+            attention: the attention module.
+            last: whether its block is the last one.
+        """
+        followed = self.followed_by is not None and len(cast(Sized, attrgetter(self.followed_by)(model))) > 0
+        unread = self.unread if last and not followed else ()
+        return tuple(
+            stream.name for stream in site.streams if stream.name not in unread and not stream.is_discarded(attention)
+        )
