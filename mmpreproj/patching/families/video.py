@@ -1,4 +1,4 @@
-"""Video models: HunyuanVideo, Motif-Video, CogVideoX, Mochi, EasyAnimate; the stream of video tokens is called image."""
+"""Video models: HunyuanVideo, Motif-Video, CogVideoX, Mochi, EasyAnimate; the stream of video is called image."""
 
 from __future__ import annotations
 
