@@ -301,8 +301,10 @@ def test_zero_init_is_the_base_bit_for_bit(case: str, share: str):
 
 
 def test_paper_init_is_the_base_within_a_thousandth(case):
-    model = make_model(case, std=0.1)
+    """The change is relative to what the skip is added to: where a norm of attention's output takes both, to that."""
+    model = make_model(case, std=0.3 if "a norm of attention's output" in family_of(case).gate else 0.1)
     base = predict(model, case)
+    torch.manual_seed(0)
     mmpreproj.patch(model, make_config(case))
     assert 0 < (predict(model, case) - base).norm() <= 1e-3 * base.norm()
 
@@ -483,7 +485,7 @@ def test_positions_mask_and_points_are_refused_with_the_reason(name, snapshot):
         with pytest.raises(ValueError, match=rf"cannot be set on {name}.*leave both out.* its own positions \({own}"):
             mmpreproj.patch(model, config)
     with pytest.raises(ValueError, match=rf"points cannot go through {name}.*SD3Transformer2DModel"):
-        mmpreproj.patch(model, PreProjConfig(points=PointPathConfig()))
+        mmpreproj.patch(model, make_config(name, points=PointPathConfig()))
     before.check(model)
 
 
