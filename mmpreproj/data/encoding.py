@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -222,6 +224,15 @@ class EncodedPictures(Dataset[dict[str, Tensor]]):
         if len(clouds) != len(self) or has_cloud.shape != (len(self),):
             raise ValueError(f"{len(clouds)} clouds and {list(has_cloud.shape)} flags for {len(self)} pictures")
         return replace(self, clouds=clouds, has_cloud=has_cloud, skipped_clouds=tuple(skipped))
+
+    def digest(self) -> str:
+        """Return a digest of what is trained on and in which order: captions, sizes, and the pictures themselves."""
+        digest = hashlib.sha256()
+        for parts in (self.captions, self.groups, self.times, self.latents.identity(), [self.origin]):
+            digest.update(json.dumps([str(part) for part in parts]).encode())
+        if self.clouds is not None:
+            digest.update(self.clouds.numpy().tobytes())
+        return digest.hexdigest()
 
 
 def encode_captions(

@@ -15,7 +15,7 @@ from mmpreproj.training.checkpoints import load_checkpoint, write_checkpoint
 from mmpreproj.training.config import ConfigError, TrainConfig
 from mmpreproj.training.measures import make_measures
 from mmpreproj.training.processes import on_main_process
-from mmpreproj.training.progress import Progress, check_progress, samples_digest
+from mmpreproj.training.progress import Progress, check_progress
 from mmpreproj.training.sharing import check_sharing
 from mmpreproj.training.stepper import Scheduler, Stepper, StepResult, TrainingDivergedError
 from mmpreproj.training.stopping import TrainingStoppedError, listening
@@ -170,7 +170,7 @@ class _Run:
     ) -> None:
         self.stepper, self.config = stepper, stepper.config
         self.measures = make_measures(held_out, stepper.config, timesteps=scheduler.timesteps)
-        self.samples = samples_digest(pictures)
+        self.samples = pictures.digest()
         self.on_step, self.on_evaluate, self.before_checkpoint = on_step, on_evaluate, before_checkpoint
         self.last_checkpoint: Path | None = None
 

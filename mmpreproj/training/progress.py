@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from mmpreproj.data.encoding import EncodedPictures
 from mmpreproj.training.config import ConfigError, TrainConfig
 
 PREFIX = "step-"
@@ -44,7 +42,7 @@ class Progress:
         step: the last one taken.
         pictures: that were trained on.
         seconds: that it took.
-        samples: digest of what is trained on; see `samples_digest`.
+        samples: digest of what is trained on; see `EncodedPictures.digest`.
         config: the run's settings, as plain values.
         processes: how many the run has.
         files: the checkpoint's other files, by their paths in it, and how many bytes each has.
@@ -142,16 +140,6 @@ def check_progress(
             f"{checkpoint} was trained on; bring them back, or start anew in another output"
         )
     return progress
-
-
-def samples_digest(pictures: EncodedPictures) -> str:
-    """Return a digest of what is trained on and in which order: captions, sizes, and the pictures themselves."""
-    digest = hashlib.sha256()
-    for parts in (pictures.captions, pictures.groups, pictures.times, pictures.latents.identity(), [pictures.origin]):
-        digest.update(json.dumps([str(part) for part in parts]).encode())
-    if pictures.clouds is not None:
-        digest.update(pictures.clouds.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -33,7 +33,7 @@ from mmpreproj.training.config import TrainConfig, write_config
 from mmpreproj.training.loop import Scheduler, StepRecord, make_accelerator, train
 from mmpreproj.training.optimisation import check_optimizer
 from mmpreproj.training.processes import on_main_process
-from mmpreproj.training.progress import check_progress, samples_digest, step_of
+from mmpreproj.training.progress import check_progress, step_of
 from mmpreproj.training.stopping import listening
 from mmpreproj.training.trainable import select_trainable
 from mmpreproj.training.weights import LORA, trains_base
@@ -187,7 +187,7 @@ def _train(
     checkpoint: Path | None,
 ) -> list[StepRecord]:
     if checkpoint is not None:
-        samples, processes = samples_digest(inputs.trained), accelerator.num_processes
+        samples, processes = inputs.trained.digest(), accelerator.num_processes
         done = check_progress(checkpoint, config, samples=samples, processes=processes)
         left = config.steps - done.step
         what = f"{left} steps are left" if left else "no step is left; the results are written again"
