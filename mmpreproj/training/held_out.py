@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mmpreproj.core.draws import check_whole
 from mmpreproj.core.flow import interpolate, spread_sigmas, velocity
-from mmpreproj.data.encoding import EncodedPictures
 from mmpreproj.training.objective import attention_kwargs
+
+
+class Samples(Protocol):
+    """What measuring asks of samples: latents each, and which of them may be in one batch."""
+
+    @property
+    def groups(self) -> Sequence[Hashable]:
+        """What samples must have in common to be in one batch; none where all have it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int) -> dict[str, Any]: ...
 
 
 class HeldOutLoss:
@@ -31,7 +43,7 @@ class HeldOutLoss:
     """
 
     def __init__(
-        self, pictures: EncodedPictures, *, levels: int = 4, seed: int = 0, batch_size: int = 32, timesteps: int = 1000
+        self, pictures: Samples, *, levels: int = 4, seed: int = 0, batch_size: int = 32, timesteps: int = 1000
     ) -> None:
         if not len(pictures):
             raise ValueError("there are no held-out pictures to measure on; expected at least one")

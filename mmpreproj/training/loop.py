@@ -11,6 +11,7 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch import nn
 
 from mmpreproj.data.encoding import EncodedPictures
+from mmpreproj.training.calls.pictures import CalledPictures
 from mmpreproj.training.checkpoints import load_checkpoint, write_checkpoint
 from mmpreproj.training.config import ConfigError, TrainConfig
 from mmpreproj.training.measures import make_measures
@@ -79,11 +80,11 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
 def train(
     transformer: nn.Module,
-    pictures: EncodedPictures,
+    pictures: EncodedPictures | CalledPictures,
     config: TrainConfig,
     *,
     accelerator: Accelerator | None = None,
-    held_out: EncodedPictures | None = None,
+    held_out: EncodedPictures | CalledPictures | None = None,
     scheduler: Scheduler | None = None,
     resume: Path | None = None,
     on_step: Callable[[StepRecord], None] = lambda record: None,
@@ -94,7 +95,8 @@ def train(
 
     Args:
         transformer: with whatever the configuration trains: patched, with LoRA, or stock.
-        pictures: what to train on.
+        pictures: what to train on; by a pipeline's own calls for families whose pictures and texts the trainer does
+            not encode itself.
         config: the run's settings; of `data` only `workers` is read here, and `model` is not.
         accelerator: as made by `make_accelerator`; None makes one.
         held_out: pictures for the held-out loss.
@@ -160,8 +162,8 @@ class _Run:
     def __init__(
         self,
         stepper: Stepper,
-        pictures: EncodedPictures,
-        held_out: EncodedPictures | None,
+        pictures: EncodedPictures | CalledPictures,
+        held_out: EncodedPictures | CalledPictures | None,
         scheduler: Scheduler,
         *,
         on_step: Callable[[StepRecord], None],

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from mmpreproj.data.encoding import EncodedPictures
+from mmpreproj.training.calls.objective import CallHeldOutLoss
+from mmpreproj.training.calls.pictures import CalledPictures
 from mmpreproj.training.config import TrainConfig
 from mmpreproj.training.held_out import HeldOutLoss
 from mmpreproj.training.triplets import CloudHeldOutLoss, PointHeldOutLoss, with_clouds_alone
@@ -15,10 +17,14 @@ from mmpreproj.training.triplets import CloudHeldOutLoss, PointHeldOutLoss, with
 HeldOut = Callable[[nn.Module], float]
 
 
-def make_measures(held_out: EncodedPictures | None, config: TrainConfig, *, timesteps: int) -> dict[str, HeldOut]:
+def make_measures(
+    held_out: EncodedPictures | CalledPictures | None, config: TrainConfig, *, timesteps: int
+) -> dict[str, HeldOut]:
     """Build what is measured on pictures that are never trained on, by name; nothing where there are none."""
     if held_out is None or not len(held_out):
         return {}
+    if isinstance(held_out, CalledPictures):
+        return {"pictures": CallHeldOutLoss(held_out, levels=config.held_out_levels, seed=config.seed)}
     settings: dict[str, Any] = {"levels": config.held_out_levels, "seed": config.seed, "timesteps": timesteps}
     measures: dict[str, HeldOut] = {"pictures": HeldOutLoss(held_out, **settings)}
     points = config.point_path

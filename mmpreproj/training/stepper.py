@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from mmpreproj.data.encoding import EncodedPictures
 from mmpreproj.training.averaging import Average
 from mmpreproj.training.batches import BucketBatches, make_loader
+from mmpreproj.training.calls.objective import CallObjective
+from mmpreproj.training.calls.pictures import CalledPictures
 from mmpreproj.training.checkpoints import checkpoints
-from mmpreproj.training.config import TrainConfig
+from mmpreproj.training.config import ConfigError, TrainConfig
 from mmpreproj.training.measures import HeldOut
 from mmpreproj.training.objective import FlowObjective
 from mmpreproj.training.optimisation import make_optimizer, make_schedule
@@ -76,7 +78,7 @@ class Stepper:
     def __init__(
         self,
         transformer: nn.Module,
-        pictures: EncodedPictures,
+        pictures: EncodedPictures | CalledPictures,
         config: TrainConfig,
         *,
         accelerator: Accelerator,
@@ -85,7 +87,11 @@ class Stepper:
     ) -> None:
         self.config, self.accelerator, self.stop_asked = config, accelerator, stop_asked
         self.transformer, self._pictures = transformer, pictures
-        self.objective = make_objective(pictures, config, scheduler)
+        self.objective: FlowObjective | CallObjective = (
+            make_call_objective(pictures, config, scheduler)
+            if isinstance(pictures, CalledPictures)
+            else make_objective(pictures, config, scheduler)
+        )
         denoiser = self.objective.denoiser(transformer)
         optimizer = make_optimizer(transformer, config.optimizer)
         self._forward = vars(denoiser).get("forward")
@@ -254,7 +260,7 @@ class Stepper:
 
 
 def make_objective(pictures: EncodedPictures, config: TrainConfig, scheduler: Scheduler) -> FlowObjective:
-    """Build what is minimised."""
+    """Build what is minimised on encoded pictures."""
     settings: dict[str, Any] = {
         "flow": config.flow,
         "shift": scheduler.shift,
@@ -266,6 +272,20 @@ def make_objective(pictures: EncodedPictures, config: TrainConfig, scheduler: Sc
     if config.trains_points:
         return TripletObjective(pictures.empty, points=config.points, cloud_share=cloud_share(pictures), **settings)
     return FlowObjective(pictures.empty, **settings)
+
+
+def make_call_objective(pictures: CalledPictures, config: TrainConfig, scheduler: Scheduler) -> CallObjective:
+    """Build what is minimised on recorded calls.
+
+    Raises:
+        ConfigError: if points are to be trained.
+        ValueError: if captions are to be dropped without an empty one, or noise levels shifted by a resolution.
+    """
+    if config.trains_points:
+        raise ConfigError("adapter.points: points are not trained on recorded calls; leave adapter.points out")
+    return CallObjective(
+        pictures, flow=config.flow, shift=scheduler.shift, caption_dropout=config.caption_dropout, seed=config.seed
+    )
 
 
 def _tell_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:

@@ -1,0 +1,105 @@
+"""What a pipeline calls its model with for a caption, and the same call at any noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmpreproj.training.calls.process import Process
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the noisy sample is in a tensor that may hold more: pictures to edit, masks.
+
+    Attributes:
+        dimension: along which others stand beside it; None where it is all there is.
+        start: where it begins.
+        length: how long it is.
+    """
+
+    dimension: int | None = None
+    start: int = 0
+    length: int = 0
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return the sample's part of a tensor."""
+        return whole if self.dimension is None else whole.narrow(self.dimension, self.start, self.length)
+
+    def fill(self, whole: Tensor, part: Tensor) -> Tensor:
+        """Return a tensor with another part in the sample's place."""
+        if self.dimension is None:
+            return part
+        before = whole.narrow(self.dimension, 0, self.start)
+        end = self.start + self.length
+        after = whole.narrow(self.dimension, end, whole.shape[self.dimension] - end)
+        return torch.cat([before, part, after], dim=self.dimension)
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call of a model by its pipeline, for one caption.
+
+    Attributes:
+        arguments: of the model's `forward`, by name, those for latents and time as they were.
+        latents: the argument that brings the noisy sample.
+        place: where in it the sample is.
+        time: the argument that brings the timestep.
+        scale: what the scheduler's timestep is multiplied by there.
+        offset: what is added then.
+        sign: -1 where the pipeline negates what the model gives.
+        output: where in the model's output the prediction for the sample is.
+        process: how noise is mixed in.
+        shape: of the sample, a batch of one, as the pipeline's `latents=` takes it.
+    """
+
+    arguments: Mapping[str, Any]
+    latents: str
+    place: Place
+    time: str
+    scale: float
+    offset: float
+    sign: float
+    output: Place
+    process: Process
+    shape: tuple[int, ...]
+
+    def predict(self, model: nn.Module, noisy: Tensor, time: Tensor) -> Tensor:
+        """Call the model as its pipeline does, at other noise.
+
+        Args:
+            model: as it was recorded, patched or not.
+            noisy: a sample of `shape`.
+            time: the scheduler's timestep, `[]`.
+
+        Returns:
+            What the scheduler is given, in `shape`.
+        """
+        arguments = changed(self.arguments, lambda tensor: tensor.to(noisy.device))
+        whole, told = arguments[self.latents], arguments[self.time]
+        arguments[self.latents] = self.place.fill(whole, noisy.to(whole.dtype))
+        # As the pipeline's own arithmetic has it, which rounds to what its argument takes.
+        arguments[self.time] = (self.scale * time.double() + self.offset).to(told).expand(told.shape)
+        return self.sign * self.output.cut(first_tensor(model(**arguments)))
+
+
+def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change all tensors of a nested value."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: changed(part, change) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(changed(part, change) for part in value)
+    return value
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Return the first tensor of what a model gives: itself, or of a tuple, list or Diffusers output."""
+    while not isinstance(output, Tensor):
+        output = output[0]
+    return output

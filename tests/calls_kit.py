@@ -1,0 +1,72 @@
+"""A pipeline of a few lines around a model of one layer, whose ways with it can be changed one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+
+CHANNELS, TOKENS, TEXT = 4, 6, 3
+
+
+class Model(nn.Module):
+    """Maps tokens `[B, N, 4]`, a time `[B]` and a text `[B, L, 4]` to tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.map = nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, text: Tensor | None = None, **further: Any
+    ) -> tuple[Tensor]:
+        mean = 0 if text is None else text.mean(dim=1, keepdim=True)
+        return (self.map(hidden_states) + mean + timestep[:, None, None].to(hidden_states.dtype) / 1000,)
+
+
+class Pipeline:
+    """Denoises tokens `[1, 6, 4]`.
+
+    Args:
+        scheduler: rectified flow by default.
+        told: what the model is told of the scheduler's time.
+        given: the model's tokens, from the sample.
+        taken: the scheduler's prediction, from what the model gives.
+        further: more arguments of the model, from the time.
+        calls: of the model in a step.
+        dtype: of the model's time.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any = None,
+        *,
+        told: Callable[[Tensor], Tensor] = lambda time: time,
+        given: Callable[[Tensor], Tensor] = lambda sample: sample,
+        taken: Callable[[Tensor], Tensor] = lambda output: output,
+        further: Callable[[Tensor], dict[str, Any]] = lambda time: {},
+        calls: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.scheduler = FlowMatchEulerDiscreteScheduler() if scheduler is None else scheduler
+        self.transformer = Model()
+        self.told, self.given, self.taken, self.further = told, given, taken, further
+        self.calls, self.dtype = calls, dtype
+
+    def __call__(self, text: Tensor, *, num_inference_steps: int, batch: int = 1, output_type: str = "np") -> Tensor:
+        self.scheduler.set_timesteps(num_inference_steps)
+        sample = torch.randn(batch, TOKENS, CHANNELS, generator=torch.Generator().manual_seed(1))
+        for time in self.scheduler.timesteps:
+            told = self.told(time).to(self.dtype).expand(batch)
+            for _ in range(self.calls):
+                (output,) = self.transformer(self.given(sample), told, text=text, **self.further(time))
+            sample = self.scheduler.step(self.taken(output), time, sample, return_dict=False)[0]
+        return sample
+
+
+def a_text(seed: int = 0) -> Tensor:
+    """Draw a text `[1, L, 4]`."""
+    return torch.randn(1, TEXT, CHANNELS, generator=torch.Generator().manual_seed(seed))
