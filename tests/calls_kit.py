@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,28 @@ class Model(nn.Module):
         self.map = nn.Linear(CHANNELS, CHANNELS)
 
     def forward(
-        self, hidden_states: Tensor, timestep: Tensor, text: Tensor | None = None, **further: Any
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        text: Tensor | None = None,
+        residuals: Sequence[Tensor] = (),
+        **further: Any,
     ) -> tuple[Tensor]:
         mean = 0 if text is None else text.mean(dim=1, keepdim=True)
-        return (self.map(hidden_states) + mean + timestep[:, None, None].to(hidden_states.dtype) / 1000,)
+        return (
+            self.map(hidden_states) + sum(residuals) + mean + timestep[:, None, None].to(hidden_states.dtype) / 1000,
+        )
+
+
+class ControlNet(nn.Module):
+    """Maps tokens and a time to residuals of the model, and to something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(self, hidden_states: Tensor, time: Tensor) -> tuple[list[Tensor], Tensor]:
+        return [self.map(hidden_states), hidden_states * time / 1000], time
 
 
 class Pipeline:
@@ -36,6 +54,7 @@ class Pipeline:
         given: the model's tokens, from the sample.
         taken: the scheduler's prediction, from what the model gives.
         further: more arguments of the model, from the time.
+        controlled: what the model is given of what another one, `controlnet`, gives, if there is one.
         calls: of the model in a step.
         dtype: of the model's time.
     """
@@ -48,6 +67,7 @@ class Pipeline:
         given: Callable[[Tensor], Tensor] = lambda sample: sample,
         taken: Callable[[Tensor], Tensor] = lambda output: output,
         further: Callable[[Tensor], dict[str, Any]] = lambda time: {},
+        controlled: Callable[[tuple[list[Tensor], Tensor]], dict[str, Any]] | None = None,
         calls: int = 1,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -55,6 +75,8 @@ class Pipeline:
         self.transformer = Model()
         self.told, self.given, self.taken, self.further = told, given, taken, further
         self.calls, self.dtype = calls, dtype
+        self.controlled = controlled
+        self.controlnet = None if controlled is None else ControlNet()
 
     def __call__(self, text: Tensor, *, num_inference_steps: int, batch: int = 1, output_type: str = "np") -> Tensor:
         self.scheduler.set_timesteps(num_inference_steps)
@@ -62,7 +84,10 @@ class Pipeline:
         for time in self.scheduler.timesteps:
             told = self.told(time).to(self.dtype).expand(batch)
             for _ in range(self.calls):
-                (output,) = self.transformer(self.given(sample), told, text=text, **self.further(time))
+                further = self.further(time)
+                if self.controlnet is not None:
+                    further |= self.controlled(self.controlnet(sample, told))
+                (output,) = self.transformer(self.given(sample), told, text=text, **further)
             sample = self.scheduler.step(self.taken(output), time, sample, return_dict=False)[0]
         return sample
 

@@ -41,8 +41,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class RecordedCall:
-    """A call of a model by its pipeline, for one caption.
+class Inputs:
+    """What a model is called with, at any noise.
 
     Attributes:
         arguments: of the model's `forward`, by name, those for latents and time as they were.
@@ -51,10 +51,6 @@ class RecordedCall:
         time: the argument that brings the timestep.
         scale: what the scheduler's timestep is multiplied by there.
         offset: what is added then.
-        sign: -1 where the pipeline negates what the model gives.
-        output: where in the model's output the prediction for the sample is.
-        process: how noise is mixed in.
-        shape: of the sample, a batch of one, as the pipeline's `latents=` takes it.
     """
 
     arguments: Mapping[str, Any]
@@ -63,10 +59,50 @@ class RecordedCall:
     time: str
     scale: float
     offset: float
+
+    def at(self, noisy: Tensor, time: Tensor) -> dict[str, Any]:
+        """Return the arguments for a noisy sample `[1, …]` at the scheduler's timestep `[]`, on its device."""
+        arguments = changed(self.arguments, lambda tensor: tensor.to(noisy.device))
+        whole, told = arguments[self.latents], arguments[self.time]
+        # As the pipeline's own arithmetic has it, which rounds to what its argument takes.
+        there = (self.scale * time.double() + self.offset).to(told).expand(told.shape)
+        return {**arguments, self.latents: self.place.fill(whole, noisy.to(whole.dtype)), self.time: there}
+
+
+@dataclass(frozen=True)
+class Behind:
+    """A model behind the one that trains, which reads what that one gives: the transformer behind a ControlNet.
+
+    Attributes:
+        model: it; its weights are left alone.
+        inputs: what it is called with besides.
+        feeds: which of its arguments are given what: the place in the first model's output, None for all of it.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    feeds: Mapping[str, int | None]
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call of a model by its pipeline, for one caption.
+
+    Attributes:
+        inputs: what the model is called with.
+        sign: -1 where the pipeline negates what the model gives.
+        output: where in the model's output the prediction for the sample is.
+        process: how noise is mixed in.
+        shape: of the sample, a batch of one, as the pipeline's `latents=` takes it.
+        behind: the model that makes the prediction, where the recorded one only feeds it.
+    """
+
+    inputs: Inputs
     sign: float
     output: Place
     process: Process
     shape: tuple[int, ...]
+    behind: Behind | None = None
 
     def predict(self, model: nn.Module, noisy: Tensor, time: Tensor) -> Tensor:
         """Call the model as its pipeline does, at other noise.
@@ -79,12 +115,11 @@ class RecordedCall:
         Returns:
             What the scheduler is given, in `shape`.
         """
-        arguments = changed(self.arguments, lambda tensor: tensor.to(noisy.device))
-        whole, told = arguments[self.latents], arguments[self.time]
-        arguments[self.latents] = self.place.fill(whole, noisy.to(whole.dtype))
-        # As the pipeline's own arithmetic has it, which rounds to what its argument takes.
-        arguments[self.time] = (self.scale * time.double() + self.offset).to(told).expand(told.shape)
-        return self.sign * self.output.cut(first_tensor(model(**arguments)))
+        output = model(**self.inputs.at(noisy, time))
+        if self.behind is not None:
+            fed = {name: output if place is None else output[place] for name, place in self.behind.feeds.items()}
+            output = self.behind.model(**(self.behind.inputs.at(noisy, time) | fed))
+        return self.sign * self.output.cut(first_tensor(output))
 
 
 def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

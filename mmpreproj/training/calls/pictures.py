@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from mmpreproj.core.draws import Draw
@@ -98,7 +98,9 @@ def _parts(value: Any) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         yield str((value.dtype, tuple(value.shape))).encode()
         yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, RecordedCall):
+    elif isinstance(value, nn.Module):
+        yield type(value).__name__.encode()
+    elif is_dataclass(value):
         for field in fields(value):
             yield from _parts(getattr(value, field.name))
     elif isinstance(value, Mapping):

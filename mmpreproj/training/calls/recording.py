@@ -8,97 +8,33 @@ against each of them, so that nothing has to be known of the family.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from mmpreproj.training.calls.call import Place, RecordedCall, changed, first_tensor
+from mmpreproj.training.calls.call import Behind, Inputs, Place, RecordedCall, changed, first_tensor
 from mmpreproj.training.calls.process import FlowProcess, Process, process_of
+from mmpreproj.training.calls.watching import STEPS, Watch
 
-STEPS = 3  # at the first, all is noise, and there times that differ elsewhere may agree
 GUIDED = (
     "with classifier-free guidance; record without: guidance_scale=1.0 for most pipelines, true_cfg_scale=1.0 or "
     "guidance_scale=0.0 for some"
 )
-
-
-class _EnoughError(Exception):
-    """Ends a pipeline that has shown enough."""
-
-
-@dataclass
-class _Step:
-    """What was seen of one step: the calls of the model, and that of the scheduler."""
-
-    calls: list[tuple[dict[str, Any], Tensor]]
-    output: Tensor
-    time: Tensor
-    sample: Tensor
-    level: float | None
-
-
-class _Watch:
-    """Sees what a pipeline calls its model and its scheduler with."""
-
-    def __init__(self, pipeline: Any, model: nn.Module) -> None:
-        self.pipeline, self.model = pipeline, model
-        self.signature = inspect.signature(model.forward)
-        self.calls: list[tuple[dict[str, Any], Tensor]] = []
-        self.steps: list[_Step] = []
-
-    def see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        bound = self.signature.bind(*args, **kwargs).arguments
-        for name, parameter in self.signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                bound |= bound.pop(name, {})
-        self.calls.append((bound, first_tensor(output)))
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch until enough was seen; the pipeline is left as it was."""
-        scheduler = self.pipeline.scheduler
-        stock = scheduler.step
-
-        def step(output: Tensor, time: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
-            result = stock(output, time, sample, *args, **kwargs)
-            level = _level(scheduler)
-            self.steps.append(_Step(self.calls, output, torch.as_tensor(time), sample, level))
-            self.calls = []
-            if len(self.steps) == STEPS:
-                raise _EnoughError
-            return result
-
-        own = vars(scheduler).get("step")
-        bar = getattr(self.pipeline, "_progress_bar_config", None)
-        if hasattr(self.pipeline, "set_progress_bar_config"):
-            self.pipeline.set_progress_bar_config(disable=True)  # it would stop half-way
-        hook = self.model.register_forward_hook(self.see_call, with_kwargs=True)
-        scheduler.step = step
-        try:
-            yield
-        except _EnoughError:
-            pass
-        finally:
-            hook.remove()
-            del scheduler.step
-            if own is not None:
-                scheduler.step = own
-            if bar is not None:
-                self.pipeline._progress_bar_config = bar
-            elif hasattr(self.pipeline, "_progress_bar_config"):
-                del self.pipeline._progress_bar_config
+BY_HAND = "train this model with calls of your own"
+ROUNDED = 2**-7  # bfloat16's, in which a pipeline may tell its model
 
 
 def record_call(pipeline: Any, *, model: nn.Module | None = None, **inputs: Any) -> RecordedCall:
     """Run a pipeline for three steps and keep how it calls its model.
 
     Args:
-        pipeline: a Diffusers pipeline with a `scheduler`.
-        model: what is trained, `pipeline.transformer` by default.
+        pipeline: a Diffusers pipeline with a `transformer` and a `scheduler`.
+        model: what is trained, `pipeline.transformer` by default; or what feeds that one, such as
+            `pipeline.controlnet`.
         inputs: what the pipeline is called with for one caption, or one caption's embeddings, without guidance; its
             size, number of frames and pictures to edit are part of the call. Give no `latents`.
 
@@ -109,87 +45,84 @@ def record_call(pipeline: Any, *, model: nn.Module | None = None, **inputs: Any)
         ValueError: if the pipeline calls the model several times a step, as with guidance, or for several captions,
             or what it does with latents, time or output is none of what is known; the message says which.
     """
-    model = pipeline.transformer if model is None else model
-    accepted = inspect.signature(type(pipeline).__call__).parameters
-    settings: dict[str, Any] = {"num_inference_steps": STEPS + 1}
-    if "output_type" in accepted:
-        settings["output_type"] = "latent"
+    models = [pipeline.transformer]
+    if model is not None and model is not pipeline.transformer:
+        models.insert(0, model)
     process = process_of(pipeline.scheduler)
-    watch = _Watch(pipeline, model)
+    settings: dict[str, Any] = {"num_inference_steps": STEPS + 1}
+    if "output_type" in inspect.signature(type(pipeline).__call__).parameters:
+        settings["output_type"] = "latent"
+    watch = Watch(pipeline, models)
     with torch.no_grad(), watch.watching():
         pipeline(**(settings | inputs))
     _check_steps(watch)
-    first = watch.steps[0]
-    latents, place = _find_sample(watch)
-    time, scale, offset = _find_time(watch, latents, timesteps=int(pipeline.scheduler.config.num_train_timesteps))
+    first, behind = _find_inputs(watch, 0), None
+    if len(models) == 2:
+        feeds = _find_feeds(watch)
+        behind = Behind(models[1], _find_inputs(watch, 1, fed=feeds), feeds)
     sign, output = _find_output(watch)
-    arguments = first.calls[0][0]
-    noise = place.cut(arguments[latents])  # not part of the call: with it, no two records would be alike
-    arguments = {**arguments, latents: place.fill(arguments[latents], torch.zeros_like(noise))}
     return RecordedCall(
+        inputs=first,
+        sign=sign,
+        output=output,
+        process=_as_told(process, watch),
+        shape=tuple(watch.steps[0].sample.shape),
+        behind=behind,
+    )
+
+
+def _check_steps(watch: Watch) -> None:
+    if len(watch.steps) < STEPS:
+        raise ValueError(
+            f"{watch} took {len(watch.steps)} steps of its scheduler, and {STEPS} are looked at; leave "
+            f"num_inference_steps out or give at least {STEPS}"
+        )
+    for calls in (calls for step in watch.steps for calls in step.calls):
+        if len(calls) != 1:
+            told = GUIDED if calls else "so it is not what the pipeline runs; give its model as model=…"
+            raise ValueError(f"{watch} calls the model {len(calls)} times a step, {told}")
+    if len(watch.steps[0].sample) != 1:
+        raise ValueError(
+            f"{watch} makes {len(watch.steps[0].sample)} samples at once; record one caption at a time, with one "
+            "picture or video for it"
+        )
+
+
+def _find_inputs(watch: Watch, model: int, *, fed: Mapping[str, Any] | None = None) -> Inputs:
+    """Find what a model is called with at any noise; what it is `fed` by another is left out."""
+    calls = [
+        {name: value for name, value in step.calls[model][0].arguments.items() if name not in (fed or {})}
+        for step in watch.steps
+    ]
+    latents, place = _find_sample(watch, calls)
+    time, scale, offset = _find_time(watch, calls, latents)
+    # The noise is not part of the call: with it, no two records would be alike.
+    whole = calls[0][latents]
+    arguments = calls[0] | {latents: place.fill(whole, torch.zeros_like(place.cut(whole)))}
+    return Inputs(
         arguments=changed(arguments, lambda one: one.detach().cpu().clone(memory_format=torch.contiguous_format)),
         latents=latents,
         place=place,
         time=time,
         scale=scale,
         offset=offset,
-        sign=sign,
-        output=output,
-        process=_as_told(process, watch),
-        shape=tuple(first.sample.shape),
     )
 
 
-def _level(scheduler: Any) -> float | None:
-    """Read off a flow-matching scheduler the noise level of the step that it has just taken."""
-    index = getattr(scheduler, "step_index", None)
-    if index is None or not hasattr(scheduler, "scale_noise"):
-        return None
-    return float(scheduler.sigmas[index - 1])
-
-
-def _named(watch: _Watch) -> str:
-    return f"{type(watch.pipeline).__name__} with {type(watch.model).__name__}"
-
-
-def _check_steps(watch: _Watch) -> None:
-    if len(watch.steps) < STEPS:
-        raise ValueError(
-            f"{_named(watch)} took {len(watch.steps)} steps of its scheduler, and {STEPS} are looked at; leave "
-            f"num_inference_steps out or give at least {STEPS}"
-        )
-    for step in watch.steps:
-        if len(step.calls) != 1:
-            told = GUIDED if step.calls else "so it is not what the pipeline runs; give its model as model=…"
-            raise ValueError(f"{_named(watch)} calls the model {len(step.calls)} times a step, {told}")
-    if len(watch.steps[0].sample) != 1:
-        raise ValueError(
-            f"{_named(watch)} makes {len(watch.steps[0].sample)} samples at once; record one caption at a time, with "
-            "one picture or video for it"
-        )
-
-
-def _find_sample(watch: _Watch) -> tuple[str, Place]:
+def _find_sample(watch: Watch, calls: Sequence[Mapping[str, Any]]) -> tuple[str, Place]:
     """Find which argument holds the noisy sample, and where."""
-    candidates: list[tuple[str, Place]] = []
-    for name, value in watch.steps[0].calls[0][0].items():
-        if isinstance(value, Tensor):
-            candidates.extend((name, place) for place in _places(watch.steps[0].sample, value))
-    for name, place in candidates:
-        if all(_alike(place.cut(step.calls[0][0][name]), step.sample) for step in watch.steps):
+    sample = watch.steps[0].sample
+    given = {name: value for name, value in calls[0].items() if isinstance(value, Tensor)}
+    for name, place in ((name, place) for name, value in given.items() for place in _places(sample, value)):
+        if all(_alike(place.cut(call[name]), step.sample) for call, step in zip(calls, watch.steps, strict=True)):
             return name, place
-    sample, given = watch.steps[0].sample, watch.steps[0].calls[0][0]
-    doubled = [
-        name
-        for name, value in given.items()
-        if isinstance(value, Tensor) and value.shape == (2 * len(sample), *sample.shape[1:])
-    ]
+    doubled = [name for name, value in given.items() if value.shape == (2 * len(sample), *sample.shape[1:])]
     if doubled:
-        raise ValueError(f"{_named(watch)} gives the model two of each sample ({doubled[0]}), {GUIDED}")
-    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in given.items() if isinstance(value, Tensor))
+        raise ValueError(f"{watch} gives the model two of each sample ({doubled[0]}), {GUIDED}")
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in given.items())
     raise ValueError(
-        f"{_named(watch)}: none of the model's arguments holds the scheduler's sample {list(sample.shape)} as it is: "
-        f"{shapes}; train this model with calls of your own"
+        f"{watch}: none of the model's arguments holds the scheduler's sample {list(sample.shape)} as it is: "
+        f"{shapes}; {BY_HAND}"
     )
 
 
@@ -206,48 +139,58 @@ def _places(sample: Tensor, whole: Tensor) -> Iterator[Place]:
         yield Place(longer[0], whole.shape[longer[0]] - length, length)
 
 
-def _find_time(watch: _Watch, latents: str, *, timesteps: int) -> tuple[str, float, float]:
-    """Find which argument is told the time, and as what."""
-    calls = [step.calls[0][0] for step in watch.steps]
+def _find_time(watch: Watch, calls: Sequence[Mapping[str, Any]], latents: str) -> tuple[str, float, float]:
+    """Find which argument is told the time, and as what: `scale · t + offset`."""
     changing = [
-        name for name in calls[0] if name != latents and not all(_same(calls[1][name], call[name]) for call in calls)
+        name for name in calls[0] if name != latents and not all(_same(calls[1][name], c[name]) for c in calls)
     ]
     if len(changing) != 1 or not isinstance(calls[0][changing[0]], Tensor):
         raise ValueError(
-            f"{_named(watch)}: {', '.join(changing) or 'nothing'} changes from step to step besides {latents}; "
-            "expected one tensor, the time. Train this model with calls of your own"
+            f"{watch}: {', '.join(changing) or 'nothing'} changes from step to step besides {latents}; expected one "
+            f"tensor, the time; {BY_HAND}"
         )
-    name = changing[0]
-    for scale, offset in ((1.0, 0.0), (1 / timesteps, 0.0), (-1.0, timesteps), (-1 / timesteps, 1.0)):
-        told = [(call[name].double(), step.time.double()) for call, step in zip(calls, watch.steps, strict=True)]
-        # half precision has told times rounded
-        close = (2**-7 * abs(scale) * timesteps, 2**-7)
-        if all(
-            torch.allclose(value, scale * time + offset, atol=1e-2 * close[0] + 1e-6, rtol=close[1])
-            for value, time in told
-        ):
-            return name, scale, float(offset)
-    found = ", ".join(
-        f"{float(call[name].flatten()[0]):g} at {float(step.time):g}"
-        for call, step in zip(calls, watch.steps, strict=True)
-    )
-    raise ValueError(f"{_named(watch)}: cannot tell how {name} follows from the scheduler's timestep: {found}")
-
-
-def _find_output(watch: _Watch) -> tuple[float, Place]:
-    """Find what of the model's output the scheduler is given."""
-    for place in _places(watch.steps[0].output, watch.steps[0].calls[0][1]):
-        for sign in (1.0, -1.0):
-            if all(_alike(sign * place.cut(step.calls[0][1]), step.output) for step in watch.steps):
-                return sign, place
-    given, made = watch.steps[0].output, watch.steps[0].calls[0][1]
+    told = torch.stack([call[changing[0]].double().flatten()[0] for call in calls]).cpu()  # [steps]
+    times = torch.stack([step.time.double() for step in watch.steps]).cpu()
+    most = float(watch.pipeline.scheduler.config.num_train_timesteps)
+    for scale, offset in ((1.0, 0.0), (1 / most, 0.0), (-1.0, most), (-1 / most, 1.0)):
+        if torch.allclose(told, scale * times + offset, rtol=ROUNDED, atol=1e-4 * abs(scale) * most):
+            return changing[0], scale, offset
+    found = ", ".join(f"{value:g} at {time:g}" for value, time in zip(told.tolist(), times.tolist(), strict=True))
     raise ValueError(
-        f"{_named(watch)}: the scheduler is given {list(given.shape)}, which is neither the model's output "
-        f"{list(made.shape)} nor a part of it, nor its negative. It may be guided: record without guidance"
+        f"{watch}: cannot tell how {changing[0]} follows from the scheduler's timestep: {found}; {BY_HAND}"
     )
 
 
-def _as_told(process: Process, watch: _Watch) -> Process:
+def _find_output(watch: Watch) -> tuple[float, Place]:
+    """Find what of the last model's output the scheduler is given."""
+    made = [first_tensor(step.calls[-1][0].output) for step in watch.steps]
+    for place in _places(watch.steps[0].output, made[0]):
+        for sign in (1.0, -1.0):
+            if all(_alike(sign * place.cut(one), step.output) for one, step in zip(made, watch.steps, strict=True)):
+                return sign, place
+    raise ValueError(
+        f"{watch}: the scheduler is given {list(watch.steps[0].output.shape)}, which is neither the model's output "
+        f"{list(made[0].shape)} nor a part of it, nor its negative. It may be guided: record without guidance"
+    )
+
+
+def _find_feeds(watch: Watch) -> dict[str, int | None]:
+    """Find which arguments of the second model are what the first one gave."""
+    first, second = (calls[0] for calls in watch.steps[0].calls)
+    made, read = first.output, second.arguments
+    parts = made.to_tuple() if isinstance(made, BaseOutput) else made if isinstance(made, tuple) else ()
+    feeds: dict[str, int | None] = {name: None for name, value in read.items() if value is made}
+    for place, part in enumerate(parts):
+        is_made = part is not None and not any(part is given for given in first.arguments.values())
+        feeds |= {name: place for name, value in read.items() if is_made and value is part}
+    if not feeds:
+        raise ValueError(
+            f"{watch}: {type(watch.models[1]).__name__} is given nothing of what the model gives as it is; {BY_HAND}"
+        )
+    return feeds
+
+
+def _as_told(process: Process, watch: Watch) -> Process:
     """Return a process with the shift by which the model is told other times than the noise levels say."""
     last = watch.steps[-1]
     if not isinstance(process, FlowProcess) or last.level is None or process.inverted:
@@ -260,14 +203,14 @@ def _as_told(process: Process, watch: _Watch) -> Process:
     for step in watch.steps:
         if step.level is None or abs(float(shifted.times(torch.tensor(step.level))) - float(step.time)) > 1.0:
             raise ValueError(
-                f"{_named(watch)}: the timestep {float(step.time):g} does not follow from the noise level "
-                f"{step.level}; train this model with calls of your own"
+                f"{watch}: the timestep {float(step.time):g} does not follow from the noise level {step.level}; "
+                f"{BY_HAND}"
             )
     return shifted
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=2**-7, atol=1e-5)
+    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=ROUNDED, atol=1e-5)
 
 
 def _same(one: Any, other: Any) -> bool:

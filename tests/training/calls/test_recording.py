@@ -212,6 +212,34 @@ def test_a_model_that_the_pipeline_does_not_run_is_refused():
         record_call(Pipeline(), model=Model(), text=a_text())
 
 
+def residuals(output: tuple[list[Tensor], Tensor]) -> dict[str, Any]:
+    return {"residuals": output[0]}
+
+
+def test_a_model_that_feeds_the_one_behind_it_is_recorded_with_it():
+    pipeline = Pipeline(controlled=residuals, told=lambda time: time / 1000)
+    assert pipeline.controlnet is not None
+    call = record_call(pipeline, model=pipeline.controlnet, text=a_text())
+    assert call.behind is not None and call.behind.feeds == {"residuals": 0}
+    found = call.predict(pipeline.controlnet, NOISY, torch.tensor(402.0))
+    time = torch.tensor([0.402])
+    (expected,) = pipeline.transformer(NOISY, time, a_text(), pipeline.controlnet(NOISY, time)[0])
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert pipeline.controlnet.map.weight.grad is not None
+
+
+def test_what_changes_a_feeding_models_output_is_refused():
+    pipeline = Pipeline(controlled=lambda output: {"residuals": [part * 2 for part in output[0]]})
+    with pytest.raises(ValueError, match="Pipeline with ControlNet: Model is given nothing of what the model gives"):
+        record_call(pipeline, model=pipeline.controlnet, text=a_text())
+
+
+def test_a_model_that_is_fed_says_what_changes():
+    with pytest.raises(ValueError, match="timestep, residuals changes from step to step"):
+        record_call(Pipeline(controlled=residuals), text=a_text())
+
+
 def test_flux_is_recorded_through_its_own_pipeline():
     vae = AutoencoderKL(latent_channels=4, block_out_channels=(8,), norm_num_groups=4)
     pipeline = FluxPipeline(
@@ -226,6 +254,6 @@ def test_flux_is_recorded_through_its_own_pipeline():
     text = {"prompt_embeds": torch.randn(1, 5, 24), "pooled_prompt_embeds": torch.randn(1, 20)}
     call = record_call(pipeline, **text, height=16, width=24)
     assert call.shape == (1, 8 * 12, 16)
-    assert (call.latents, call.time, call.scale) == ("hidden_states", "timestep", 1 / 1000)
-    assert call.arguments["img_ids"].shape == (8 * 12, 3)
+    assert (call.inputs.latents, call.inputs.time, call.inputs.scale) == ("hidden_states", "timestep", 1 / 1000)
+    assert call.inputs.arguments["img_ids"].shape == (8 * 12, 3)
     assert isinstance(pipeline.transformer, nn.Module) and not hasattr(pipeline, "_progress_bar_config")
