@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import CogVideoXDPMScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 CHANNELS, TOKENS, TEXT = 4, 6, 3
@@ -88,7 +88,10 @@ class Pipeline:
                 if self.controlnet is not None:
                     further |= self.controlled(self.controlnet(sample, told))
                 (output,) = self.transformer(self.given(sample), told, text=text, **further)
-            sample = self.scheduler.step(self.taken(output), time, sample, return_dict=False)[0]
+            named = {"model_output": self.taken(output), "timestep": time, "sample": sample}
+            if isinstance(self.scheduler, CogVideoXDPMScheduler):
+                named |= {"old_pred_original_sample": None, "timestep_back": None}
+            sample = self.scheduler.step(**named, return_dict=False)[0]
         return sample
 
 

@@ -95,6 +95,9 @@ class RecordedCall:
         process: how noise is mixed in.
         shape: of the sample, a batch of one, as the pipeline's `latents=` takes it.
         behind: the model that makes the prediction, where the recorded one only feeds it.
+        still: which values of the sample no step changes, in `shape`, such as those of a picture to edit; None for
+            none. Neither are they noised, nor does their prediction count.
+        picture: the sample as it was recorded, where some of it stays still.
     """
 
     inputs: Inputs
@@ -103,6 +106,13 @@ class RecordedCall:
     process: Process
     shape: tuple[int, ...]
     behind: Behind | None = None
+    still: Tensor | None = None
+    picture: Tensor | None = None
+
+    @property
+    def moving(self) -> Tensor:
+        """Which values of a sample count, truth values in `shape`."""
+        return torch.ones(self.shape, dtype=torch.bool) if self.still is None else ~self.still
 
     def predict(self, model: nn.Module, noisy: Tensor, time: Tensor) -> Tensor:
         """Call the model as its pipeline does, at other noise.
@@ -114,12 +124,24 @@ class RecordedCall:
 
         Returns:
             What the scheduler is given, in `shape`.
+
+        Raises:
+            ValueError: if the model gives another shape while it trains.
         """
+        if self.still is not None and self.picture is not None:
+            noisy = torch.where(self.still.to(noisy.device), self.picture.to(noisy), noisy)
         output = model(**self.inputs.at(noisy, time))
         if self.behind is not None:
             fed = {name: output if place is None else output[place] for name, place in self.behind.feeds.items()}
             output = self.behind.model(**(self.behind.inputs.at(noisy, time) | fed))
-        return self.sign * self.output.cut(first_tensor(output))
+        found = self.output.cut(first_tensor(output))
+        if found.shape != noisy.shape:
+            raise ValueError(
+                f"{type(model).__name__} gives {list(found.shape)} for a sample of {list(noisy.shape)}, another shape "
+                "than for its pipeline. HiDream does so while it trains, unless it was loaded with "
+                "force_inference_output=True"
+            )
+        return self.sign * found
 
 
 def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

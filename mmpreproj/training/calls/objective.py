@@ -13,7 +13,7 @@ from mmpreproj.training.calls.pictures import CalledPictures
 from mmpreproj.training.config import FlowConfig
 from mmpreproj.training.held_out import HeldOutLoss
 from mmpreproj.training.noise import draw_sigmas, loss_weights, shift_for
-from mmpreproj.training.objective import check_sizes, picture_loss
+from mmpreproj.training.objective import check_sizes
 
 
 class CallDenoiser(nn.Module):
@@ -81,9 +81,8 @@ class CallObjective:
         levels = draw_sigmas(generators, self.flow, shift=self.shift).to(clean.device)  # [B]
         calls = self._calls(batch["sample"].tolist(), generators)
         predicted = denoiser(process.mix(clean, noise, levels), process.times(levels), calls)
-        return {
-            "pictures": picture_loss(predicted, process.target(clean, noise, levels), loss_weights(levels, self.flow))
-        }
+        errors = squared_errors(predicted, process.target(clean, noise, levels), calls)  # [B]
+        return {"pictures": (errors * loss_weights(levels, self.flow)).mean()}
 
     def total(self, losses: dict[str, Tensor]) -> Tensor:
         """Return what is minimised."""
@@ -97,6 +96,13 @@ class CallObjective:
             self.pictures.calls[sample] if empty is None or chance >= self.caption_dropout else empty
             for sample, chance in zip(samples, chances, strict=True)
         ]
+
+
+def squared_errors(predicted: Tensor, target: Tensor, calls: Sequence[RecordedCall]) -> Tensor:
+    """Return each sample's mean squared error `[B]`, in float32, over the values that steps change."""
+    moving = torch.cat([call.moving for call in calls]).to(predicted.device).flatten(1)  # [B, …]
+    errors = (predicted.float() - target).square().flatten(1)
+    return (errors * moving).sum(dim=1) / moving.sum(dim=1)
 
 
 class CallHeldOutLoss(HeldOutLoss):
@@ -120,6 +126,8 @@ class CallHeldOutLoss(HeldOutLoss):
         levels = torch.stack([self.sigmas[pair] for pair in pairs]).to(device)  # [B]
         process = self.called.process
         noisy, times = process.mix(clean, noise, levels), process.times(levels)
-        found = CallDenoiser(transformer)(noisy, times, [self.called.calls[picture] for picture, _ in pairs])
-        errors = found.float() - process.target(clean, noise, levels)
-        return errors.square().cpu().double().sum(), clean.numel()
+        calls = [self.called.calls[picture] for picture, _ in pairs]
+        found = CallDenoiser(transformer)(noisy, times, calls)
+        errors = squared_errors(found, process.target(clean, noise, levels), calls).cpu().double()  # [B]
+        counts = torch.stack([call.moving.sum() for call in calls])
+        return (errors * counts).sum(), int(counts.sum())

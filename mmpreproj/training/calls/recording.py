@@ -61,6 +61,7 @@ def record_call(pipeline: Any, *, model: nn.Module | None = None, **inputs: Any)
         feeds = _find_feeds(watch)
         behind = Behind(models[1], _find_inputs(watch, 1, fed=feeds), feeds)
     sign, output = _find_output(watch)
+    still = _find_still(watch)
     return RecordedCall(
         inputs=first,
         sign=sign,
@@ -68,6 +69,8 @@ def record_call(pipeline: Any, *, model: nn.Module | None = None, **inputs: Any)
         process=_as_told(process, watch),
         shape=tuple(watch.steps[0].sample.shape),
         behind=behind,
+        still=still,
+        picture=None if still is None else watch.steps[0].sample.detach().cpu() * still,
     )
 
 
@@ -149,16 +152,19 @@ def _find_time(watch: Watch, calls: Sequence[Mapping[str, Any]], latents: str) -
             f"{watch}: {', '.join(changing) or 'nothing'} changes from step to step besides {latents}; expected one "
             f"tensor, the time; {BY_HAND}"
         )
-    told = torch.stack([call[changing[0]].double().flatten()[0] for call in calls]).cpu()  # [steps]
+    name = changing[0]
+    told = torch.stack([call[name].double().flatten()[0] for call in calls]).cpu()  # [steps]
     times = torch.stack([step.time.double() for step in watch.steps]).cpu()
     most = float(watch.pipeline.scheduler.config.num_train_timesteps)
+    is_rounded = calls[0][name].dtype in (torch.float16, torch.bfloat16)
     for scale, offset in ((1.0, 0.0), (1 / most, 0.0), (-1.0, most), (-1 / most, 1.0)):
-        if torch.allclose(told, scale * times + offset, rtol=ROUNDED, atol=1e-4 * abs(scale) * most):
-            return changing[0], scale, offset
+        apart = (told - scale * times - offset) / abs(scale)  # in the scheduler's timesteps
+        if is_rounded and torch.allclose(told, scale * times + offset, rtol=ROUNDED, atol=1e-4 * abs(scale) * most):
+            return name, scale, offset
+        if not is_rounded and apart.max() - apart.min() < 1e-3 * most / 1000 and apart.abs().max() < most / 100:
+            return name, scale, offset + abs(scale) * round(float(apart.median()), 2)  # GLM-Image is told one less
     found = ", ".join(f"{value:g} at {time:g}" for value, time in zip(told.tolist(), times.tolist(), strict=True))
-    raise ValueError(
-        f"{watch}: cannot tell how {changing[0]} follows from the scheduler's timestep: {found}; {BY_HAND}"
-    )
+    raise ValueError(f"{watch}: cannot tell how {name} follows from the scheduler's timestep: {found}; {BY_HAND}")
 
 
 def _find_output(watch: Watch) -> tuple[float, Place]:
@@ -188,6 +194,14 @@ def _find_feeds(watch: Watch) -> dict[str, int | None]:
             f"{watch}: {type(watch.models[1]).__name__} is given nothing of what the model gives as it is; {BY_HAND}"
         )
     return feeds
+
+
+def _find_still(watch: Watch) -> Tensor | None:
+    """Find which values of the sample no step changes."""
+    first, *later = (step.sample for step in watch.steps)
+    still = torch.stack([first == one for one in later]).all(dim=0).cpu()
+    # A model that predicts nothing, as a new one does, leaves all of it as it was.
+    return still if still.any() and not still.all() else None
 
 
 def _as_told(process: Process, watch: Watch) -> Process:

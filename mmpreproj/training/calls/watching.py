@@ -96,10 +96,13 @@ class Watch:
 
     def _watched_step(self, scheduler: Any) -> Any:
         stock = scheduler.step
+        signature = inspect.signature(type(scheduler).step)
 
-        def step(output: Tensor, time: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
-            result = stock(output, time, sample, *args, **kwargs)
-            self.steps.append(Step(self._calls, output, torch.as_tensor(time), sample, _level(scheduler)))
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = stock(*args, **kwargs)
+            given = signature.bind(scheduler, *args, **kwargs).arguments
+            time = torch.as_tensor(given["timestep"])
+            self.steps.append(Step(self._calls, given["model_output"], time, given["sample"], _level(scheduler)))
             self._calls = self._none_yet()
             if len(self.steps) == STEPS:
                 raise _EnoughError

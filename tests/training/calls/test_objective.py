@@ -70,6 +70,24 @@ def test_the_loss_does_not_depend_on_how_draws_are_cut_into_batches():
     torch.testing.assert_close(torch.stack(halves).mean(), whole)
 
 
+def test_values_that_stay_still_count_in_neither_loss():
+    still = torch.zeros(1, TOKENS, CHANNELS, dtype=torch.bool)
+    still[:, :2] = True
+    plain, model = pictures(), Pipeline().transformer
+    calls = tuple(replace(call, still=still, picture=latents(50) * still) for call in plain.calls)
+    samples = replace(plain, calls=calls)
+    draws = [Draw(1, 0), Draw(3, 1)]
+    objective = CallObjective(samples, flow=FLOW, **SETTINGS)
+    loss = objective.losses(objective.denoiser(model), batch_of(samples, draws))["pictures"]
+    held_out = CallHeldOutLoss(samples)(model)
+    moved = replace(samples, latents=tuple(torch.where(still, value + 9, value) for value in samples.latents))
+    objective = CallObjective(moved, flow=FLOW, **SETTINGS)
+    again = objective.losses(objective.denoiser(model), batch_of(moved, draws))["pictures"]
+    assert torch.equal(loss, again) and CallHeldOutLoss(moved)(model) == held_out
+    whole = CallObjective(plain, flow=FLOW, **SETTINGS).losses(CallDenoiser(model), batch_of(plain, draws))["pictures"]
+    assert not torch.isclose(loss, whole)
+
+
 def test_dropped_captions_take_the_empty_call():
     empty = recorded(9)
     samples = pictures(empty=empty)

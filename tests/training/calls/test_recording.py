@@ -9,6 +9,7 @@ from calls_kit import CHANNELS, TOKENS, Model, Pipeline, a_text
 from diffusers import (
     AutoencoderKL,
     CogVideoXDDIMScheduler,
+    CogVideoXDPMScheduler,
     DDIMScheduler,
     DDPMWuerstchenScheduler,
     DPMSolverMultistepScheduler,
@@ -119,6 +120,7 @@ def test_flows_are_recognised(scheduler: Any, process: FlowProcess):
         (DDIMScheduler(), "epsilon"),
         (DDIMScheduler(prediction_type="v_prediction"), "v_prediction"),
         (CogVideoXDDIMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True), "v_prediction"),
+        (CogVideoXDPMScheduler(prediction_type="v_prediction"), "v_prediction"),
         (DPMSolverMultistepScheduler(prediction_type="sample"), "sample"),
     ],
 )
@@ -210,6 +212,35 @@ def test_a_scheduler_that_scales_samples_is_refused():
 def test_a_model_that_the_pipeline_does_not_run_is_refused():
     with pytest.raises(ValueError, match=r"Pipeline with Model calls the model 0 times.*model=…"):
         record_call(Pipeline(), model=Model(), text=a_text())
+
+
+class Editing(Pipeline):
+    """Sets the first two tokens, of a picture to edit, before each step."""
+
+    def __call__(self, text: Tensor, **settings: Any) -> Tensor:
+        def given(sample: Tensor) -> Tensor:
+            sample[:, :2] = 0.25
+            return sample
+
+        self.given = given
+        return super().__call__(text, **settings)
+
+
+def test_what_no_step_changes_is_neither_noised_nor_counted():
+    pipeline = Editing()
+    call = record_call(pipeline, text=a_text())
+    assert call.still is not None and call.still[:, :2].all() and not call.still[:, 2:].any()
+    assert torch.equal(call.moving, ~call.still)
+    edited = NOISY.clone()
+    edited[:, :2] = 0.25
+    time = torch.tensor(402.0)
+    assert torch.equal(call.predict(pipeline.transformer, NOISY, time), expected(Pipeline(), edited, 402.0, a_text()))
+
+
+def test_a_model_that_predicts_nothing_leaves_everything_to_be_noised():
+    pipeline = Pipeline(taken=lambda output: output * 0, told=lambda time: time)
+    pipeline.transformer.forward = lambda hidden_states, timestep, text=None: (hidden_states * 0,)  # type: ignore
+    assert record_call(pipeline, text=a_text()).still is None
 
 
 def residuals(output: tuple[list[Tensor], Tensor]) -> dict[str, Any]:
