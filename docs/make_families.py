@@ -90,7 +90,8 @@ PROPERTIES = (
     Property("save, load", "into a fresh base, bit for bit", ("test_save_and_load_into_a_fresh_base",)),
     Property(
         "compile",
-        "attention, block and model are one graph each, as without the adapter, and equal to eager",
+        "attention, block and model are one graph each wherever they are without the adapter, which is all but blocks "
+        "and model of HiDream and the model of HunyuanVideo 1.5; and equal to eager",
         ("test_what_the_base_compiles_in_one_graph_still_does_and_stays_equal",),
     ),
     Property(
@@ -182,6 +183,10 @@ def render(results: Mapping[str, Any]) -> str:
             "the last column names a block, nothing reads what attention gives the text there: its features feed keys",
             "and values, and a skip would get no gradient.",
             "",
+            "Blocks that follow, such as the single blocks of Flux and Flux2, are left alone: they read both streams",
+            "through one map, and attention and feed-forward side by side from the same normed tokens, so there is no",
+            "attention output of a stream to add a skip to.",
+            "",
             "## What the skip means there",
             "",
             "The skip is added to attention's output, so whatever the block does to that output it does to the skip.",
@@ -193,9 +198,9 @@ def render(results: Mapping[str, Any]) -> str:
             "",
             "## What is tested",
             "",
-            f"On tiny random models, with diffusers {results['diffusers']} and torch {results['torch']}, "
-            f"{results['date']}. A number",
-            "says how many tests passed, one for each setting of the model.",
+            f"On tiny random models, {results['date']}, with diffusers {results['diffusers']} and torch "
+            f"{results['torch']}. A number says how many",
+            "tests passed, one for each setting of the model.",
             "",
             *(f"- **{one.title}**: {one.meaning}." for one in PROPERTIES),
             "",

@@ -40,7 +40,11 @@ from mmpreproj.patching.families import REFUSED, joint_blocks
 from mmpreproj.patching.lookup import attention_sites
 
 FEED_FORWARD = ("ff", "txt_ff", "img_mlp", "txt_mlp")
-BREAKING: set[tuple[str, str]] = set()
+BREAKING = {
+    ("HiDreamImageTransformer2DModel", "block"),  # its experts take as many tokens as are routed to them
+    ("HiDreamImageTransformer2DModel", "model"),
+    ("HunyuanVideo15Transformer3DModel", "model"),  # it asks whether the picture's embeddings are zero
+}
 """What dynamo cannot trace whole, patched or not, as it depends on the values of tokens or masks."""
 
 
@@ -379,8 +383,8 @@ def test_save_and_load_into_a_fresh_base(case, tmp_path):
     assert torch.equal(predict(fresh, case), predict(model, case))
 
 
-def compiled(model: nn.Module, row: str, part: str) -> nn.Module:
-    """Compile a model, its double blocks or their attentions, each in one graph."""
+def compiled(model: nn.Module, row: str, part: str, *, fullgraph: bool = True) -> nn.Module:
+    """Compile a model, its double blocks or their attentions, each in one graph unless told otherwise."""
     torch._dynamo.reset()
     parts = {
         "model": [model],
@@ -388,7 +392,7 @@ def compiled(model: nn.Module, row: str, part: str) -> nn.Module:
         "attention": [attention for _, attention in attentions(model, row)],
     }
     for module in parts[part]:
-        module.compile(backend="eager", fullgraph=True)
+        module.compile(backend="eager", fullgraph=fullgraph)
     return model
 
 
@@ -401,15 +405,13 @@ def compiled(model: nn.Module, row: str, part: str) -> nn.Module:
     ],
 )
 def test_what_the_base_compiles_in_one_graph_still_does_and_stays_equal(row: str, part: str):
-    try:
-        predict(compiled(make_model(row), row, part), row)
-    except torch._dynamo.exc.TorchDynamoException:
-        assert (row, part) in BREAKING
-        pytest.skip(f"the stock {part} has breaks of its own")
-    assert (row, part) not in BREAKING
+    whole = (row, part) not in BREAKING
+    if not whole:
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+            predict(compiled(make_model(row), row, part), row)
     model = make_patched(row)
     base = predict(model, row)
-    found = predict(compiled(model, row, part), row)
+    found = predict(compiled(model, row, part, fullgraph=whole), row)
     torch.testing.assert_close(found, base, rtol=1e-5, atol=1e-5 * float(base.abs().max()))
 
 
