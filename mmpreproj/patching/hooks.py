@@ -45,10 +45,12 @@ def project_streams(
     _check_processor(attention, layer)
     _check_no_points(kwargs)
     positional, keywords, bypass = list(args), dict(kwargs), {}
+    found = False
     for stream in layer.site.streams:
         tokens = _stream_tokens(stream, args, kwargs)
         if tokens is None:
             continue
+        found = True
         features, skip = layer(tokens, stream.name)
         if skip is not None:
             bypass[stream.name] = skip
@@ -56,6 +58,8 @@ def project_streams(
             positional[stream.position] = features
         else:
             keywords[stream.argument] = features
+    if not found:
+        raise _nothing_found(attention, layer, args, kwargs)
     carrier = ProjectedKeywords(keywords)
     carrier.bypass = bypass
     if positional:  # kept plain: torch's full backward hooks build a tuple anew by its own class
@@ -75,12 +79,16 @@ def add_content_skip(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[s
             f"another forward pre-hook on this {type(attention).__name__} replaced its arguments after mmpreproj's, "
             "and with them the content skip; register that hook with prepend=True"
         )
-    lone = not isinstance(output, tuple)
+    if not bypass:
+        return output
+    lone = not isinstance(output, (tuple, list))
     outputs = [output] if lone else list(output)
     for stream in layer_of(attention).site.streams:
         if stream.name in bypass:
-            outputs[stream.output] = outputs[stream.output] + bypass[stream.name]
-    return outputs[0] if lone else tuple(outputs)
+            skip = bypass[stream.name]
+            _check_output(attention, stream, outputs, skip)
+            outputs[stream.output] = outputs[stream.output] + skip
+    return outputs[0] if lone else _like(output, outputs)
 
 
 def attach(attention: nn.Module, layer: PreProjLayer) -> None:
@@ -157,7 +165,45 @@ def remove_hook(hooks: dict[int, Any], with_kwargs: dict[int, bool], function: A
 
 
 def _stream_tokens(stream: Stream, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    return args[stream.position] if stream.position < len(args) else kwargs.get(stream.argument)
+    tokens = args[stream.position] if stream.position < len(args) else kwargs.get(stream.argument)
+    if not isinstance(tokens, (Tensor, type(None))):
+        raise TypeError(
+            f"{stream.argument!r}, which the row has for the {stream.name} stream, was given {type(tokens).__name__}, "
+            "no tensor [B, N, D] of normed tokens. Correct Stream.argument, or have attention take each stream as an "
+            "argument of its own"
+        )
+    return tokens
+
+
+def _nothing_found(
+    attention: nn.Module, layer: PreProjLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ValueError:
+    wanted = ", ".join(f"{stream.argument!r} or place {stream.position}" for stream in layer.site.streams)
+    return ValueError(
+        f"{type(attention).__name__} was called with {len(args)} positional arguments and the keywords "
+        f"{', '.join(kwargs) or 'none'}, so with no stream of its row ({wanted}). Correct Stream.argument"
+    )
+
+
+def _check_output(attention: nn.Module, stream: Stream, outputs: list[Any], skip: Tensor) -> None:
+    """Refuse to add a skip to what is not its stream's output."""
+    given = outputs[stream.output] if stream.output < len(outputs) else None
+    if isinstance(given, Tensor) and given.shape == skip.shape:
+        return
+    kinds = ", ".join(str(list(part.shape)) if isinstance(part, Tensor) else type(part).__name__ for part in outputs)
+    problem = f"there are {len(outputs)}" if stream.output >= len(outputs) else f"it is not {list(skip.shape)}"
+    raise ValueError(
+        f"{type(attention).__name__} gives {kinds}, and the row has the {stream.name} stream at output "
+        f"{stream.output}: {problem}. Correct Stream.output, say by discarded_by or Family.unread that nobody reads it, "
+        "or have attention return a tensor, or a tuple of one for each stream"
+    )
+
+
+def _like(output: tuple[Any, ...] | list[Any], outputs: list[Any]) -> tuple[Any, ...] | list[Any]:
+    """Return outputs as a tuple, a named tuple or a list, as attention itself gave them."""
+    if isinstance(output, list):
+        return outputs
+    return type(output)(*outputs) if hasattr(output, "_fields") else tuple(outputs)
 
 
 def _check_no_points(kwargs: dict[str, Any]) -> None:

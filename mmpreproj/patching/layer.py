@@ -63,6 +63,7 @@ class AttentionAdapter(nn.Module):
         self.suspended = 0  # by how many `disabled` blocks
         self.scale = Scale(device=device)
         self.keys = {stream.name: SHARED if config.share == "block" else stream.name for stream in streams}
+        self.widths = dict(widths)
         width = {key: widths[name] for name, key in self.keys.items()}
         projected = sorted(set(self.keys.values())) if config.pre_projection and content else []
         bypassed = sorted({self.keys[name] for name in skipped}) if config.skip and content else []
@@ -88,7 +89,16 @@ class AttentionAdapter(nn.Module):
         Returns:
             The scaled increment `s · Δ(x_hat)` to the features, and the scaled skip `s · W_skip · (x_hat + Δ(x_hat))`
             to the attention output, both `[B, N, D]`; None for a part that there is not.
+
+        Raises:
+            ValueError: if tokens are not as wide as the model's row says.
         """
+        if hidden_states.shape[-1] != self.widths[stream]:
+            raise ValueError(
+                f"the {stream} stream's tokens are {list(hidden_states.shape)}, but the adapter was made for tokens "
+                f"{self.widths[stream]} wide, as the model's row says. Correct Family.width, or give that stream a "
+                "width or an argument of its own"
+            )
         increment, skip, key = None, None, self.keys[stream]
         features = hidden_states
         if key in self.pre_projection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ import torch
 from accelerate import cpu_offload
 from torch import nn
 
-from mmpreproj.core.sharding import is_sharded
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import AttentionSite, Family, find_family, joint_blocks
+from mmpreproj.patching.fitting import check_row, check_site, check_widths
 from mmpreproj.patching.hooks import CHILD, attach, detach, is_attached, layer_of, without_layer
 from mmpreproj.patching.integrity import forget_sites, note_sites, noted_adapters
 from mmpreproj.patching.layer import AttentionAdapter, PreProjLayer
@@ -154,14 +153,17 @@ def _build(model: nn.Module, config: PreProjConfig, family: Family) -> BuiltAdap
     for index, path, site, attention in attention_sites(model, family):
         content = index in wanted and (config.dual_attention or not site.dual)
         if content or config.needs_processor:
-            _check_site(path, site, attention)
-            _check_widths(config, family, path, site, attention)
+            check_site(path, site, attention)
+            check_widths(config, family, path, site, attention)
             skipped = family.skipped(model, site, attention, last=index == depth - 1)
             adapter = _build_adapter(config, family, site, attention, content=content, skipped=skipped)
             sites[path] = (site, attention, adapter)
     if not sites:
         children = ", ".join(site.child for site in family.sites)
-        raise TypeError(f"{type(model).__name__} has no joint attention in {family.blocks} (looked for: {children})")
+        raise TypeError(
+            f"{type(model).__name__} has no joint attention in {family.blocks} (looked for: {children}); another one "
+            "is described by a row of your own, family=…"
+        )
     return BuiltAdapter(family, config, sites, build_points(model, config, family))
 
 
@@ -202,11 +204,18 @@ def family_for(model: nn.Module, family: Family | None) -> Family:
     """Choose the row of the table for a model: the one it was patched by, the given one, or its class's.
 
     Raises:
-        TypeError: if the table does not know the model.
-        ValueError: if the model was patched by another row than the given one.
+        TypeError: if the table does not know the model, or the row is none or names what the model has not.
+        ValueError: if the model was patched by another row than the given one, or that does not fit the model.
     """
+    if not (family is None or isinstance(family, Family)):
+        raise TypeError(
+            f"family must be a mmpreproj.patching.families.Family, a row that describes the model; got {family!r}"
+        )
     if not any(True for _ in patched_attentions(model)):
-        return find_family(model) if family is None else family
+        if family is None:
+            return find_family(model)
+        check_row(model, family)
+        return family
     present = family_of(model)
     if family is not None and family != present:
         raise ValueError(
@@ -214,33 +223,6 @@ def family_for(model: nn.Module, family: Family | None) -> Family:
             "another row. Call mmpreproj.unpatch(model) first"
         )
     return present
-
-
-def _check_site(path: str, site: AttentionSite, attention: nn.Module) -> None:
-    """Refuse an attention that the adapter would not reach."""
-    arguments = inspect.signature(type(attention).forward).parameters
-    for stream in site.streams:
-        if stream.argument not in arguments:
-            raise ValueError(
-                f"{path} takes no argument {stream.argument!r} for the {stream.name} stream; its forward takes "
-                f"{', '.join(list(arguments)[1:])}. Correct the family's row"
-            )
-    if any(is_sharded(parameter) for parameter in attention.parameters()):
-        raise ValueError(
-            f"{path} is sharded across processes already, and what is added now would not be kept equal among them; "
-            "patch first, then shard"
-        )
-
-
-def _check_widths(config: PreProjConfig, family: Family, path: str, site: AttentionSite, attention: nn.Module) -> None:
-    """Refuse one set of weights for streams of different widths."""
-    widths = {stream.name: family.width_of(attention, stream) for stream in site.streams}
-    if config.share == "block" and len(set(widths.values())) > 1:
-        found = " and ".join(f"{stream} {width}" for stream, width in widths.items())
-        raise ValueError(
-            f"share must be 'stream' for {family.model_class}: the streams of {path} have different widths ({found}), "
-            "which one set of weights cannot serve; got share='block'"
-        )
 
 
 def _build_adapter(

@@ -191,7 +191,7 @@ def mapped(model: nn.Module, row: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["patched first", "offloaded first"])
-@pytest.mark.parametrize("offload", [to_cpu, to_disk, mapped])
+@pytest.mark.parametrize("offload", [to_cpu, pytest.param(to_disk, marks=pytest.mark.slow), mapped])
 def test_offloaded_equals_not_offloaded(row, offload, order, tmp_path):
     expected = make_patched(row, tie_word_embeddings=False)
     adapter = mmpreproj.save(expected, tmp_path / "adapter", card=False)

@@ -38,14 +38,13 @@ def device_map(model: nn.Module) -> None:
 
 @pytest.fixture(
     params=[
-        group_block_level,
         group_leaf_level,
         sequential,
-        sequential_with_buffers,
-        whole_model,
         device_map,
-        "device_map_with_disk",
-        "disk",
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in (group_block_level, sequential_with_buffers, whole_model, "device_map_with_disk", "disk")
+        ),
     ],
     ids=lambda way: getattr(way, "__name__", way),
 )

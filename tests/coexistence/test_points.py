@@ -343,7 +343,13 @@ OFFLOADS = (
 
 
 @pytest.mark.parametrize("order", ["before", "after", "between"])
-@pytest.mark.parametrize("offload", [*OFFLOADS, "disk"])
+@pytest.mark.parametrize(
+    "offload",
+    [
+        pytest.param(way, marks=() if way in (group_leaf_level, sequential) else pytest.mark.slow)
+        for way in (*OFFLOADS, "disk")
+    ],
+)
 def test_offloaded_equals_not_offloaded(make_transformer, make_patched, adapter, offload, order, tmp_path):
     """Offloaded before or after the adapter comes, or between it and a path that is added to it."""
     model, plain = make_transformer("sd35"), make_patched()

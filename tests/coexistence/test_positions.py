@@ -195,10 +195,13 @@ OFFLOADS: dict[str, Callable[[nn.Module, Path], Any]] = {
     ),
     "disk": lambda model, folder: disk_offload(model, str(folder / "offload"), execution_device=CPU),
 }
+BRIEF_OFFLOADS = [
+    pytest.param(way, marks=() if way in ("leaf level", "sequential") else pytest.mark.slow) for way in OFFLOADS
+]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("way", OFFLOADS)
+@pytest.mark.parametrize("way", BRIEF_OFFLOADS)
 def test_offloaded_equals_not_offloaded(
     make_both, make_transformer, style, patched, predict, shake, way, order, tmp_path
 ):

@@ -25,6 +25,7 @@ import mmpreproj
 from mmpreproj import Positions, PreProjConfig
 from mmpreproj.patching.files.format import read_weights
 
+pytestmark = pytest.mark.slow  # without positions, two processes are in the default tests: test_processes.py
 KINDS = {
     "identity": Positions(),
     "full": Positions(start="full", absolute="remove"),

@@ -10,7 +10,8 @@ from torch import nn
 from mmpreproj.patching.families.language import LANGUAGE
 from mmpreproj.patching.families.multimodal import MULTIMODAL
 from mmpreproj.patching.families.refused import REFUSED
-from mmpreproj.patching.families.row import Argument, AttentionSite, Family, PointSeam, PositionSeam, Stream
+from mmpreproj.patching.families.row import AttentionSite, Family, Stream
+from mmpreproj.patching.families.seams import Argument, PointSeam, PositionSeam
 
 __all__ = [
     "FAMILIES",
@@ -43,7 +44,7 @@ def find_family(model: nn.Module) -> Family:
     raise TypeError(
         f"{type(model).__name__} has no attention blocks that mmpreproj knows{reason}. Known model classes: "
         f"{', '.join(rows)}. For another one, describe it with mmpreproj.patching.families.Family(…) and pass that "
-        "row as patch(model, config, family=…)"
+        "row as patch(model, config, family=…), and so to load; docs/own_models.md shows how"
     )
 
 
@@ -55,9 +56,14 @@ def joint_blocks(model: nn.Module, family: Family) -> nn.ModuleList:
     """
     blocks = _child(model, family.blocks)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
+        lists = [
+            path for path, part in model.named_modules() if path and isinstance(part, nn.ModuleList) and len(part)
+        ]
         raise TypeError(
             f"{type(model).__name__} has no blocks with attention to patch: {family.blocks!r} should be a non-empty "
-            f"torch.nn.ModuleList, found {type(blocks).__name__}"
+            f"torch.nn.ModuleList, found {type(blocks).__name__}. Correct Family.blocks, or pass a row of your own as "
+            f"family=… if this is another {family.model_class} than the table's; module lists there: "
+            f"{', '.join(lists[:5]) or 'none'}"
         )
     return blocks
 

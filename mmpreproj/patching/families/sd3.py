@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mmpreproj.patching.families.row import Argument, AttentionSite, Family, PointSeam, PositionSeam, Stream
+from mmpreproj.patching.families.row import AttentionSite, Family, Stream
+from mmpreproj.patching.families.seams import Argument, PointSeam, PositionSeam
 
 _IMAGE = Stream("image", argument="hidden_states", position=0, output=0)
 _TEXT = Stream("text", argument="encoder_hidden_states", position=1, output=1)

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCardData
 
 from mmpreproj.files import write_atomically
 from mmpreproj.patching.config import PreProjConfig
+from mmpreproj.patching.families import FAMILIES
 from mmpreproj.patching.files.format import SavedAdapter
 from mmpreproj.patching.points.settings import PointPathConfig
 from mmpreproj.patching.profile import Profile
@@ -109,6 +110,8 @@ def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
     source = saved.base.name_or_path
     is_multimodal = "image" in report.streams
     tags, model = (TAGS, "pipe.transformer") if is_multimodal else (LANGUAGE_TAGS, "model")
+    is_known = any(row.model_class == saved.base.model_class for row in FAMILIES)
+    place = "in the folder of this file; else its path, or its hub id"
     lines = [
         *front_matter(source if is_hub_id(source) else None, library="mmpreproj", tags=tags),
         MARK,
@@ -120,7 +123,8 @@ def _card(saved: SavedAdapter, report: PatchReport, profile: Profile) -> str:
         "```python",
         "import mmpreproj",
         "",
-        f'mmpreproj.load({model}, ".")  # in the folder of this file; else its path, or its hub id',
+        *([] if is_known else ["row = ...  # the Family that the model was patched by"]),
+        f'mmpreproj.load({model}, "."{"" if is_known else ", family=row"})  # {place}',
         "```",
         "",
         *adapter_table(saved, report),

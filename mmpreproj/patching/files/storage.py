@@ -221,14 +221,13 @@ def describe_base(model: nn.Module, family: Family, *, name_or_path: str | None 
     """Describe a model as the base of an adapter."""
     _, _, _, attention = next(attention_sites(model, family))
     config = getattr(model, "config", None)
-    settings = {key: getattr(config, key, None) for key in family.settings}
     return BaseModel(
         model_class=family.model_class,  # what a subclass changes is not in the weights
         width=family.width_of(attention),
         depth=len(joint_blocks(model, family)),
         heads=family.heads_of(attention),
         name_or_path=name_or_path or _pipeline_of(getattr(config, "_name_or_path", None)),
-        settings={key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()},
+        settings=family.settings_of(model),
     )
 
 

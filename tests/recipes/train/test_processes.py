@@ -24,6 +24,7 @@ from mmpreproj.recipes.train import TrainingRun, run_training
 from mmpreproj.training.config import TrainConfig, read_config, write_config
 
 BROKEN = ("03.png", "08.png")
+pytestmark = pytest.mark.slow  # the loop on two processes is in the default tests: tests/training/test_processes.py
 SETTINGS: dict[str, dict[str, Any]] = {
     "ddp": {
         "ema": {"decay": 0.5, "warmup": False},
