@@ -194,8 +194,8 @@ def _check_output(attention: nn.Module, stream: Stream, outputs: list[Any], skip
     problem = f"there are {len(outputs)}" if stream.output >= len(outputs) else f"it is not {list(skip.shape)}"
     raise ValueError(
         f"{type(attention).__name__} gives {kinds}, and the row has the {stream.name} stream at output "
-        f"{stream.output}: {problem}. Correct Stream.output, say by discarded_by or Family.unread that nobody reads it, "
-        "or have attention return a tensor, or a tuple of one for each stream"
+        f"{stream.output}: {problem}. Correct Stream.output, say by discarded_by or Family.unread that nobody reads "
+        "it, or have attention return a tensor, or a tuple of one for each stream"
     )
 
 
