@@ -1,6 +1,7 @@
 """Small real models and inputs that every test may use; nothing here needs a network."""
 
 import copy
+import gc
 import io
 import os
 import pickle
@@ -36,6 +37,18 @@ def through_torch_save(model: nn.Module) -> nn.Module:
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def imports_and_tests_kept() -> Iterator[None]:
+    """Keep what was imported and collected out of every garbage collection: runs ask for one, and it is half a second.
+
+    Hundreds of thousands of objects would be looked at each time, and none of them goes before the end.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -674,6 +674,18 @@ def test_settings_without_a_config_are_refused(model, snapshot):
     before.check(model)
 
 
+def test_width_and_heads_are_looked_for_where_nothing_is_patched_too(model, snapshot):
+    """A saved file says both, of the first block."""
+    streams = (replace(IMAGE, width="x_qkv.in_features"), replace(TEXT, width="context_qkv.in_features"))
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"Family.width='dim' is no attribute"):
+        mmpreproj.patch(model, family=with_streams(*streams, width="dim"))
+    del model.blocks[0].attn.num_heads
+    with pytest.raises(ValueError, match=r"Family.heads='num_heads' is no attribute"):
+        mmpreproj.patch(model, PreProjConfig(blocks=[1]), family=ROW)
+    before.check(model)
+
+
 def test_lists_will_do_for_tuples(model):
     row = replace(ROW, sites=[AttentionSite("attn", [IMAGE, TEXT])], unread=["text"], settings=[])
     mmpreproj.patch(model, family=row)
