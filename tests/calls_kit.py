@@ -30,7 +30,7 @@ class Model(nn.Module):
     ) -> tuple[Tensor]:
         mean = 0 if text is None else text.mean(dim=1, keepdim=True)
         return (
-            self.map(hidden_states) + sum(residuals) + mean + timestep[:, None, None].to(hidden_states.dtype) / 1000,
+            self.map(hidden_states) + sum(residuals) + mean + timestep[:1, None, None].to(hidden_states.dtype) / 1000,
         )
 
 
@@ -82,7 +82,8 @@ class Pipeline:
         self.scheduler.set_timesteps(num_inference_steps)
         sample = torch.randn(batch, TOKENS, CHANNELS, generator=torch.Generator().manual_seed(1))
         for time in self.scheduler.timesteps:
-            told = self.told(time).to(self.dtype).expand(batch)
+            told = self.told(time)
+            told = told if told.ndim else told.to(self.dtype or told.dtype).expand(batch)
             for _ in range(self.calls):
                 further = self.further(time)
                 if self.controlnet is not None:

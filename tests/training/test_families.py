@@ -78,6 +78,22 @@ def test_hidream_without_its_switch_is_told_of_it(tmp_path):
         train(made.model, CalledPictures((clean(call, 0),), (call,)), config(row, tmp_path))
 
 
+@pytest.mark.parametrize("row", ["HunyuanVideoTransformer3DModel", "Flux2Transformer2DModel", "SD3Transformer2DModel"])
+def test_half_precision_is_recorded_as_single_is(row: str):
+    """Rounded times are told apart, and values that rounding left alone are not taken for still ones."""
+    made, single = recorded(row)
+    made.pipeline.to(torch.bfloat16)
+    settings = {
+        name: value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in made.call.items()
+        if name not in ("num_inference_steps", "output_type")
+    }
+    half = record_call(made.pipeline, num_inference_steps=28, **settings)
+    assert half.still is None
+    assert (half.inputs.time, half.inputs.scale, half.sign) == (single.inputs.time, single.inputs.scale, single.sign)
+    assert half.inputs.arguments[half.inputs.latents].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_a_recorded_call_is_the_call_that_the_pipeline_makes(row: str):
     """What the pipeline calls its model with at a later step, seen by a hook of the test's own."""

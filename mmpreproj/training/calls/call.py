@@ -74,7 +74,7 @@ class Behind:
     """A model behind the one that trains, which reads what that one gives: the transformer behind a ControlNet.
 
     Attributes:
-        model: it; its weights are left alone.
+        model: it; its weights are frozen when training begins.
         inputs: what it is called with besides.
         feeds: which of its arguments are given what: the place in the first model's output, None for all of it.
     """

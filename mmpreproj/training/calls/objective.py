@@ -60,6 +60,9 @@ class CallObjective:
                 f"flow.shift_resolution is {flow.shift_resolution}, but a pipeline's latents do not tell how many "
                 "pixels they stand for; leave it out, and set flow.shift"
             )
+        for behind in (call.behind for call in pictures.calls):
+            if behind is not None:  # gradients go through it, none of its own are wanted
+                behind.model.requires_grad_(False)
         self.pictures, self.flow = pictures, flow
         self.shift = shift_for(flow, scheduler_shift=shift, pixels=0)
         self.caption_dropout, self.seed = caption_dropout, seed

@@ -63,7 +63,7 @@ class CalledPictures(Dataset[dict[str, Tensor]]):
     def __getitem__(self, item: int | Draw) -> dict[str, Tensor]:
         """Return `latents`, without the batch's dimension, and `sample` `[]`, its place; for a draw its number too."""
         index = item.index if isinstance(item, Draw) else item
-        found = {"latents": self.latents[index][0].float(), "sample": torch.tensor(index)}
+        found = {"latents": self.latents[index][0].detach().float(), "sample": torch.tensor(index)}
         return found | ({"draw": torch.tensor(item.number)} if isinstance(item, Draw) else {})
 
     def digest(self) -> str:
@@ -91,6 +91,22 @@ def _check_sample(
             f"the call of the empty caption is for {list(empty.shape)}, latents {index} are {list(call.shape)}; with "
             "several sizes leave empty out and set caption_dropout: 0"
         )
+    if empty is not None:
+        _check_empty(index, call, empty)
+
+
+def _check_empty(index: int, call: RecordedCall, empty: RecordedCall) -> None:
+    """Refuse to drop a caption where the empty one's call would bring another picture along."""
+    pairs = [(call.inputs.arguments[call.inputs.latents], empty.inputs.arguments[empty.inputs.latents])]
+    if call.picture is not None and empty.picture is not None:
+        pairs.append((call.picture, empty.picture))
+    alike = all(one.shape == other.shape and torch.equal(one, other) for one, other in pairs)
+    if call.behind is None and alike and (call.still is None) == (empty.still is None):
+        return
+    raise ValueError(
+        f"call {index} has a picture of its own, to edit or to control by, which a dropped caption would exchange for "
+        "that of the empty call; leave empty out and set caption_dropout: 0"
+    )
 
 
 def _parts(value: Any) -> Iterator[bytes]:

@@ -100,8 +100,9 @@ def _find_inputs(watch: Watch, model: int, *, fed: Mapping[str, Any] | None = No
     latents, place = _find_sample(watch, calls)
     time, scale, offset = _find_time(watch, calls, latents)
     # The noise is not part of the call: with it, no two records would be alike.
-    whole = calls[0][latents]
-    arguments = calls[0] | {latents: place.fill(whole, torch.zeros_like(place.cut(whole)))}
+    # The last call's: a pipeline that begins in another dtype goes on in its model's.
+    whole = calls[-1][latents]
+    arguments = calls[-1] | {latents: place.fill(whole, torch.zeros_like(place.cut(whole)))}
     return Inputs(
         arguments=changed(arguments, lambda one: one.detach().cpu().clone(memory_format=torch.contiguous_format)),
         latents=latents,
@@ -156,7 +157,9 @@ def _find_time(watch: Watch, calls: Sequence[Mapping[str, Any]], latents: str) -
     told = torch.stack([call[name].double().flatten()[0] for call in calls]).cpu()  # [steps]
     times = torch.stack([step.time.double() for step in watch.steps]).cpu()
     most = float(watch.pipeline.scheduler.config.num_train_timesteps)
-    is_rounded = calls[0][name].dtype in (torch.float16, torch.bfloat16)
+    if any(bool((call[name] != call[name].flatten()[0]).any()) for call in calls):
+        raise ValueError(f"{watch}: {name} tells several times at once; {BY_HAND}")
+    is_rounded = any(call[name].dtype in (torch.float16, torch.bfloat16) for call in calls)
     for scale, offset in ((1.0, 0.0), (1 / most, 0.0), (-1.0, most), (-1 / most, 1.0)):
         apart = (told - scale * times - offset) / abs(scale)  # in the scheduler's timesteps
         if is_rounded and torch.allclose(told, scale * times + offset, rtol=ROUNDED, atol=1e-4 * abs(scale) * most):
@@ -170,6 +173,11 @@ def _find_time(watch: Watch, calls: Sequence[Mapping[str, Any]], latents: str) -
 def _find_output(watch: Watch) -> tuple[float, Place]:
     """Find what of the last model's output the scheduler is given."""
     made = [first_tensor(step.calls[-1][0].output) for step in watch.steps]
+    if all(_alike(one, torch.zeros_like(one)) for one in made):
+        raise ValueError(
+            f"{watch}: the model gives zeros, as a new one may, which do not tell what becomes of its output; record "
+            "with trained weights"
+        )
     for place in _places(watch.steps[0].output, made[0]):
         for sign in (1.0, -1.0):
             if all(_alike(sign * place.cut(one), step.output) for one, step in zip(made, watch.steps, strict=True)):
@@ -197,10 +205,18 @@ def _find_feeds(watch: Watch) -> dict[str, int | None]:
 
 
 def _find_still(watch: Watch) -> Tensor | None:
-    """Find which values of the sample no step changes."""
-    first, *later = (step.sample for step in watch.steps)
-    still = torch.stack([first == one for one in later]).all(dim=0).cpu()
-    # A model that predicts nothing, as a new one does, leaves all of it as it was.
+    """Find which parts of the sample, along its second dimension, the pipeline sets back to the same after each step.
+
+    Values that did not change by themselves do not count: those of a small prediction do not in half precision.
+    """
+    samples = [step.sample.cpu() for step in watch.steps]
+    same = torch.stack([samples[0] == one for one in samples[1:]]).all(dim=0)
+    results = [step.result.cpu().to(samples[0].dtype) for step in watch.steps[:-1]]
+    set_back = torch.stack([made != now for made, now in zip(results, samples[1:], strict=True)]).any(dim=0)
+    if same.ndim < 3:
+        return None
+    parts = same.flatten(2).all(dim=-1) & set_back.flatten(2).any(dim=-1)  # [1, parts]
+    still = parts.view(*parts.shape, *[1] * (same.ndim - 2)).expand_as(same).contiguous()
     return still if still.any() and not still.all() else None
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmpreproj.training.calls.call import first_tensor
+
 STEPS = 3  # at the first, all is noise, and there times that differ elsewhere may agree
 
 
@@ -36,6 +38,7 @@ class Step:
         time: its timestep, `[]`.
         sample: its noisy sample.
         level: its noise level, where it mixes noise in by rectified flow.
+        result: the sample that it gave, as it was then: pipelines may write into it.
     """
 
     calls: tuple[list[Call], ...]
@@ -43,6 +46,7 @@ class Step:
     time: Tensor
     sample: Tensor
     level: float | None
+    result: Tensor
 
 
 class Watch:
@@ -102,7 +106,9 @@ class Watch:
             result = stock(*args, **kwargs)
             given = signature.bind(scheduler, *args, **kwargs).arguments
             time = torch.as_tensor(given["timestep"])
-            self.steps.append(Step(self._calls, given["model_output"], time, given["sample"], _level(scheduler)))
+            after = first_tensor(result).clone()
+            step = Step(self._calls, given["model_output"], time, given["sample"], _level(scheduler), after)
+            self.steps.append(step)
             self._calls = self._none_yet()
             if len(self.steps) == STEPS:
                 raise _EnoughError

@@ -143,6 +143,35 @@ def test_samples_that_do_not_fit_are_refused():
         CalledPictures((latents(0),), (call,), empty=replace(call, shape=(1, 3, 4)))
 
 
+def test_an_empty_call_that_brings_another_picture_along_is_refused():
+    call = recorded()
+    edited = replace(
+        call.inputs, arguments={**call.inputs.arguments, "hidden_states": torch.ones(1, TOKENS, CHANNELS)}
+    )
+    with pytest.raises(ValueError, match=r"call 0 has a picture of its own.*leave empty out.*caption_dropout: 0"):
+        CalledPictures((latents(0),), (call,), empty=replace(call, inputs=edited))
+    still = torch.arange(TOKENS)[None, :, None].expand(1, TOKENS, CHANNELS) < 2
+    one, other = (replace(call, still=still, picture=latents(seed) * still) for seed in (1, 2))
+    CalledPictures((latents(0),), (one,), empty=one)
+    with pytest.raises(ValueError, match="call 0 has a picture of its own"):
+        CalledPictures((latents(0),), (one,), empty=other)
+
+
+def test_a_model_behind_gets_no_gradients_and_latents_none_either():
+    pipeline = Pipeline(controlled=lambda output: {"residuals": output[0]})
+    call = record_call(pipeline, model=pipeline.controlnet, text=a_text())
+    clean = latents(0).requires_grad_()
+    samples = CalledPictures((clean * 2,), (call,))
+    objective = CallObjective(samples, flow=FLOW, **SETTINGS)
+    denoiser = objective.denoiser(pipeline.controlnet)
+    for number in range(2):
+        objective.losses(denoiser, batch_of(samples, [Draw(0, number)]))["pictures"].backward()
+    assert pipeline.controlnet.map.weight.grad is not None
+    assert pipeline.transformer.map.weight.grad is None and clean.grad is None
+    with pytest.raises(ValueError, match="call 0 has a picture of its own"):
+        CalledPictures((latents(0),), (call,), empty=call)
+
+
 def test_the_digest_tells_latents_captions_and_times_apart():
     plain = pictures()
     others = [

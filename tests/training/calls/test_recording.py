@@ -148,6 +148,12 @@ def test_times_that_noise_levels_do_not_say_are_followed():
     torch.testing.assert_close(process.times(scheduler.sigmas[:-1]), scheduler.timesteps, rtol=1e-3, atol=0.05)
 
 
+def silent() -> Pipeline:
+    pipeline = Pipeline()
+    pipeline.transformer.forward = lambda hidden_states, timestep, text=None: (hidden_states * 0,)  # type: ignore
+    return pipeline
+
+
 REFUSED: dict[str, tuple[Callable[[], Pipeline], dict[str, Any], str]] = {
     "guided by two calls": (lambda: Pipeline(calls=2), {}, "calls the model 2 times a step, with classifier-free"),
     "guided by a batch of two": (
@@ -181,6 +187,12 @@ REFUSED: dict[str, tuple[Callable[[], Pipeline], dict[str, Any], str]] = {
         lambda: Pipeline(told=lambda time: time.sqrt()),
         {},
         "cannot tell how timestep follows from the scheduler's timestep: 31.6.* at 1000",
+    ),
+    "zeros": (silent, {}, "the model gives zeros, .* record with trained weights"),
+    "several times at once": (
+        lambda: Pipeline(told=lambda time: torch.stack([time, time * 0])),
+        {},
+        "timestep tells several times at once",
     ),
     "a scheduler of another kind": (
         lambda: Pipeline(DDPMWuerstchenScheduler()),
@@ -237,10 +249,27 @@ def test_what_no_step_changes_is_neither_noised_nor_counted():
     assert torch.equal(call.predict(pipeline.transformer, NOISY, time), expected(Pipeline(), edited, 402.0, a_text()))
 
 
-def test_a_model_that_predicts_nothing_leaves_everything_to_be_noised():
-    pipeline = Pipeline(taken=lambda output: output * 0, told=lambda time: time)
-    pipeline.transformer.forward = lambda hidden_states, timestep, text=None: (hidden_states * 0,)  # type: ignore
+def test_values_that_a_small_prediction_leaves_as_they_were_are_not_still():
+    pipeline = Pipeline()
+    stock = pipeline.transformer.forward
+
+    def half(hidden_states: Tensor, timestep: Tensor, text: Tensor | None = None) -> tuple[Tensor]:
+        return (stock(hidden_states, timestep, text)[0] * torch.tensor([1.0, 0.0, 0.0, 1.0]),)
+
+    pipeline.transformer.forward = half  # type: ignore
     assert record_call(pipeline, text=a_text()).still is None
+
+
+def test_a_pipeline_that_begins_in_another_dtype_is_recorded_in_its_models():
+    seen: list[Tensor] = []
+
+    def told(time: Tensor) -> Tensor:
+        seen.append(time)
+        return time if len(seen) == 1 else time.bfloat16()
+
+    pipeline = Pipeline(told=told)
+    pipeline.dtype = None  # type: ignore
+    assert record_call(pipeline, text=a_text()).inputs.scale == 1.0
 
 
 def residuals(output: tuple[list[Tensor], Tensor]) -> dict[str, Any]:
