@@ -41,9 +41,10 @@ def device_map(model: nn.Module) -> None:
         group_leaf_level,
         sequential,
         device_map,
+        "disk",
         *(
             pytest.param(way, marks=pytest.mark.slow)
-            for way in (group_block_level, sequential_with_buffers, whole_model, "device_map_with_disk", "disk")
+            for way in (group_block_level, sequential_with_buffers, whole_model, "device_map_with_disk")
         ),
     ],
     ids=lambda way: getattr(way, "__name__", way),

@@ -133,7 +133,7 @@ def command(make_config, tmp_path):
 @pytest.mark.parametrize(
     ("number", "to_group"),
     [
-        pytest.param(signal.SIGINT, False, id="an interrupt", marks=pytest.mark.slow),  # tests/test_cli.py has one
+        pytest.param(signal.SIGINT, False, id="an interrupt"),
         pytest.param(signal.SIGTERM, True, id="a scheduler's signal to the whole group", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, True, id="a terminal's interrupt of the whole group", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, False, id="a scheduler's signal", marks=pytest.mark.slow),
