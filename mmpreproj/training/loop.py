@@ -12,7 +12,7 @@ from torch import nn
 
 from mmpreproj.data.encoding import EncodedPictures
 from mmpreproj.training.calls.pictures import CalledPictures
-from mmpreproj.training.checkpoints import load_checkpoint, write_checkpoint
+from mmpreproj.training.checkpoints import clean, load_checkpoint, write_checkpoint
 from mmpreproj.training.config import ConfigError, TrainConfig
 from mmpreproj.training.measures import make_measures
 from mmpreproj.training.processes import on_main_process
@@ -202,6 +202,8 @@ class _Run:
         processes = self.stepper.accelerator.num_processes
         progress = check_progress(checkpoint, self.config, samples=self.samples, processes=processes)
         load_checkpoint(checkpoint, self.stepper)
+        # Where no step is left, no checkpoint is written, which would do this too.
+        on_main_process(self.stepper.accelerator, lambda: clean(self.stepper.checkpoint_folder))
         self.stepper.pictures, self.stepper.seconds = progress.pictures, progress.seconds
         self.last_checkpoint = checkpoint
         return progress.step

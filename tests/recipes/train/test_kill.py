@@ -96,6 +96,14 @@ def test_a_run_that_is_killed_three_times_leaves_the_bits_of_one_that_is_not(mak
     assert kills >= 2  # the last may come when the run is done
 
 
+def test_what_a_kill_after_the_last_step_left_is_cleaned_when_the_run_is_taken_up(make_config, tmp_path):
+    config = make_config(output=tmp_path / "run", steps=2, checkpoint_every=1, evaluate_every=2)
+    finish(config)
+    (config.output / "checkpoints" / ".step-000000.removed").mkdir()
+    finish(config, **go_on(config))
+    assert not list(config.output.rglob(".*"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_run_that_is_killed_at_twenty_instants_leaves_the_bits_of_one_that_is_not(make_config, tmp_path, every):
