@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from mmpreproj.core.draws import check_whole
 from mmpreproj.core.flow import interpolate, spread_sigmas, velocity
+from mmpreproj.data.encoding import EncodedPictures
+from mmpreproj.training.calls.pictures import CalledPictures
 from mmpreproj.training.objective import attention_kwargs
-
-
-class Samples(Protocol):
-    """What measuring asks of samples: latents each, and which of them may be in one batch."""
-
-    @property
-    def groups(self) -> Sequence[Hashable]:
-        """What samples must have in common to be in one batch; none where all have it."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, item: int) -> dict[str, Any]: ...
 
 
 class HeldOutLoss:
@@ -42,8 +31,16 @@ class HeldOutLoss:
         ValueError: without pictures, and for levels or a batch size below 1.
     """
 
+    pictures: EncodedPictures | CalledPictures
+
     def __init__(
-        self, pictures: Samples, *, levels: int = 4, seed: int = 0, batch_size: int = 32, timesteps: int = 1000
+        self,
+        pictures: EncodedPictures | CalledPictures,
+        *,
+        levels: int = 4,
+        seed: int = 0,
+        batch_size: int = 32,
+        timesteps: int = 1000,
     ) -> None:
         if not len(pictures):
             raise ValueError("there are no held-out pictures to measure on; expected at least one")

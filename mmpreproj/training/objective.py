@@ -143,8 +143,8 @@ def check_sizes(batch: dict[str, Tensor]) -> None:
 
 
 def picture_loss(predicted: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean squared error of predictions `[B, …]`, in float32."""
-    errors = (predicted.float() - target).square().flatten(1).mean(dim=1)  # [B]
+    """Return the weighted mean squared error of velocities `[B, C, h, w]`, in float32."""
+    errors = (predicted.float() - target).square().mean(dim=(1, 2, 3))  # [B]
     return (errors * weights).mean()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mmpreproj.core.draws import generator_of
 from mmpreproj.training.calls.call import RecordedCall
 from mmpreproj.training.calls.pictures import CalledPictures
+from mmpreproj.training.calls.process import Process
 from mmpreproj.training.config import FlowConfig
 from mmpreproj.training.held_out import HeldOutLoss
 from mmpreproj.training.noise import draw_sigmas, loss_weights, shift_for
@@ -83,8 +84,7 @@ class CallObjective:
         noise = torch.stack([torch.randn(clean.shape[1:], generator=one) for one in generators]).to(clean.device)
         levels = draw_sigmas(generators, self.flow, shift=self.shift).to(clean.device)  # [B]
         calls = self._calls(batch["sample"].tolist(), generators)
-        predicted = denoiser(process.mix(clean, noise, levels), process.times(levels), calls)
-        errors = squared_errors(predicted, process.target(clean, noise, levels), calls)  # [B]
+        errors = squared_errors(denoiser, process, clean, noise, levels, calls)  # [B]
         return {"pictures": (errors * loss_weights(levels, self.flow)).mean()}
 
     def total(self, losses: dict[str, Tensor]) -> Tensor:
@@ -101,36 +101,39 @@ class CallObjective:
         ]
 
 
-def squared_errors(predicted: Tensor, target: Tensor, calls: Sequence[RecordedCall]) -> Tensor:
-    """Return each sample's mean squared error `[B]`, in float32, over the values that steps change."""
+def squared_errors(
+    denoiser: nn.Module, process: Process, clean: Tensor, noise: Tensor, levels: Tensor, calls: Sequence[RecordedCall]
+) -> Tensor:
+    """Return each sample's mean squared error `[B]`, in float32, over the values that steps change.
+
+    Args:
+        denoiser: a `CallDenoiser`, or what several processes wrapped it in.
+        process: how noise is mixed in.
+        clean: samples `[B, …]`.
+        noise: in their shape.
+        levels: noise levels `[B]`.
+        calls: B of them.
+    """
+    predicted = denoiser(process.mix(clean, noise, levels), process.times(levels), calls)
+    target = process.target(clean, noise, levels)
     moving = torch.cat([call.moving for call in calls]).to(predicted.device).flatten(1)  # [B, …]
     errors = (predicted.float() - target).square().flatten(1)
     return (errors * moving).sum(dim=1) / moving.sum(dim=1)
 
 
 class CallHeldOutLoss(HeldOutLoss):
-    """The held-out loss on recorded calls; see `HeldOutLoss`.
+    """The held-out loss on recorded calls; see `HeldOutLoss`."""
 
-    Args:
-        pictures: that are never trained on.
-        levels: noise levels per sample.
-        seed: of the noise.
-    """
-
-    def __init__(self, pictures: CalledPictures, *, levels: int = 4, seed: int = 0) -> None:
-        super().__init__(pictures, levels=levels, seed=seed)
-        self.called = pictures
+    pictures: CalledPictures
 
     def _batch_error(
         self, transformer: nn.Module, pairs: list[tuple[int, int]], device: torch.device
     ) -> tuple[Tensor, int]:
-        clean = torch.stack([self.called[picture]["latents"] for picture, _ in pairs]).to(device)  # [B, …]
+        clean = torch.stack([self.pictures[picture]["latents"] for picture, _ in pairs]).to(device)  # [B, …]
         noise = torch.stack([self._noise(*pair, shape=clean.shape[1:]) for pair in pairs]).to(device)
         levels = torch.stack([self.sigmas[pair] for pair in pairs]).to(device)  # [B]
-        process = self.called.process
-        noisy, times = process.mix(clean, noise, levels), process.times(levels)
-        calls = [self.called.calls[picture] for picture, _ in pairs]
-        found = CallDenoiser(transformer)(noisy, times, calls)
-        errors = squared_errors(found, process.target(clean, noise, levels), calls).cpu().double()  # [B]
+        calls = [self.pictures.calls[picture] for picture, _ in pairs]
+        errors = squared_errors(CallDenoiser(transformer), self.pictures.process, clean, noise, levels, calls)  # [B]
+        errors = errors.cpu().double()
         counts = torch.stack([call.moving.sum() for call in calls])
         return (errors * counts).sum(), int(counts.sum())

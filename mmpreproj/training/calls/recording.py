@@ -164,7 +164,7 @@ def _find_time(watch: Watch, calls: Sequence[Mapping[str, Any]], latents: str) -
         apart = (told - scale * times - offset) / abs(scale)  # in the scheduler's timesteps
         if is_rounded and torch.allclose(told, scale * times + offset, rtol=ROUNDED, atol=1e-4 * abs(scale) * most):
             return name, scale, offset
-        if not is_rounded and apart.max() - apart.min() < 1e-3 * most / 1000 and apart.abs().max() < most / 100:
+        if not is_rounded and apart.max() - apart.min() < 1e-6 * most and apart.abs().max() < most / 100:
             return name, scale, offset + abs(scale) * round(float(apart.median()), 2)  # GLM-Image is told one less
     found = ", ".join(f"{value:g} at {time:g}" for value, time in zip(told.tolist(), times.tolist(), strict=True))
     raise ValueError(f"{watch}: cannot tell how {name} follows from the scheduler's timestep: {found}; {BY_HAND}")
