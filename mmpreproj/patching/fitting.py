@@ -12,6 +12,8 @@ from torch import nn
 from mmpreproj.core.sharding import is_sharded
 from mmpreproj.patching.config import PreProjConfig
 from mmpreproj.patching.families import AttentionSite, Family, Stream, joint_blocks
+from mmpreproj.patching.hooks import CHILD
+from mmpreproj.patching.layer import PreProjLayer
 from mmpreproj.patching.lookup import attention_sites
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -51,15 +53,22 @@ def check_site(path: str, site: AttentionSite, attention: nn.Module) -> None:
     """Refuse an attention that the adapter would not reach.
 
     Raises:
-        ValueError: if it does not take a stream's argument, or is sharded already.
+        ValueError: if it does not take a stream's argument, has an attribute of the adapter's name, or is
+            sharded already.
     """
-    arguments = inspect.signature(type(attention).forward).parameters
+    arguments = _arguments(attention)
     for stream in site.streams:
         if stream.argument not in arguments and not _names_none(arguments.values()):
             raise ValueError(
                 f"{path} takes no argument {stream.argument!r} for the {stream.name} stream; its forward takes "
                 f"{', '.join(list(arguments)[1:])}. Correct the family's row, Stream.argument"
             )
+    own = getattr(attention, CHILD, None)
+    if hasattr(attention, CHILD) and not isinstance(own, PreProjLayer):
+        raise ValueError(
+            f"{path} has a {CHILD!r} of its own ({type(own).__name__}), which is what an adapter is called there. "
+            "Rename it in the model"
+        )
     if any(is_sharded(parameter) for parameter in attention.parameters()):
         raise ValueError(
             f"{path} is sharded across processes already, and what is added now would not be kept equal among them; "
@@ -106,7 +115,7 @@ def _check_child(model: nn.Module, blocks: nn.ModuleList, family: Family, site: 
 
 
 def _check_position(path: str, stream: Stream, attention: nn.Module) -> None:
-    parameters = list(inspect.signature(type(attention).forward).parameters.values())[1:]
+    parameters = list(_arguments(attention).values())[1:]
     positional = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
     if stream.argument in positional:
         expected = positional.index(stream.argument)
@@ -121,6 +130,11 @@ def _check_position(path: str, stream: Stream, attention: nn.Module) -> None:
             f"{positional[stream.position]!r}; {stream.argument!r} is taken by keyword alone, so set Stream.position "
             f"to {len(positional)} or more"
         )
+
+
+def _arguments(attention: nn.Module) -> Mapping[str, Parameter]:
+    """Return what the forward of an attention takes, `self` with it."""
+    return inspect.signature(type(attention).forward).parameters
 
 
 def _names_none(parameters: Iterable[Parameter]) -> bool:

@@ -88,6 +88,8 @@ def add_content_skip(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[s
             skip = bypass[stream.name]
             _check_output(attention, stream, outputs, skip)
             outputs[stream.output] = outputs[stream.output] + skip
+        elif _stream_tokens(stream, args, kwargs) is None:
+            _check_no_output(attention, stream, outputs)
     return outputs[0] if lone else _like(output, outputs)
 
 
@@ -190,13 +192,26 @@ def _check_output(attention: nn.Module, stream: Stream, outputs: list[Any], skip
     given = outputs[stream.output] if stream.output < len(outputs) else None
     if isinstance(given, Tensor) and given.shape == skip.shape:
         return
-    kinds = ", ".join(str(list(part.shape)) if isinstance(part, Tensor) else type(part).__name__ for part in outputs)
     problem = f"there are {len(outputs)}" if stream.output >= len(outputs) else f"it is not {list(skip.shape)}"
     raise ValueError(
-        f"{type(attention).__name__} gives {kinds}, and the row has the {stream.name} stream at output "
+        f"{type(attention).__name__} gives {_kinds(outputs)}, and the row has the {stream.name} stream at output "
         f"{stream.output}: {problem}. Correct Stream.output, say by discarded_by or Family.unread that nobody reads "
         "it, or have attention return a tensor, or a tuple of one for each stream"
     )
+
+
+def _check_no_output(attention: nn.Module, stream: Stream, outputs: list[Any]) -> None:
+    """Refuse an output of a stream that was not given, as attention has then taken its tokens by another argument."""
+    if stream.output < len(outputs) and isinstance(outputs[stream.output], Tensor):
+        raise ValueError(
+            f"{type(attention).__name__} gives {_kinds(outputs)}, and the row has the {stream.name} stream at output "
+            f"{stream.output}, but the call brought it no tokens ({stream.argument!r} or place {stream.position}). "
+            "Correct Stream.argument, or Stream.output"
+        )
+
+
+def _kinds(outputs: list[Any]) -> str:
+    return ", ".join(str(list(part.shape)) if isinstance(part, Tensor) else type(part).__name__ for part in outputs)
 
 
 def _like(output: tuple[Any, ...] | list[Any], outputs: list[Any]) -> tuple[Any, ...] | list[Any]:

@@ -83,7 +83,7 @@ def plain_path(path: str) -> str:
 def patched_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Iterate over patched attention modules and their paths in the model."""
     for path, module in model.named_modules():
-        if isinstance(module._modules.get(CHILD), PreProjLayer):
+        if isinstance(_child(module, CHILD), PreProjLayer):
             yield path, module
 
 
@@ -104,7 +104,7 @@ def named_adapters(model: nn.Module, name: str) -> Iterator[tuple[str, Attention
 def model_parts(model: nn.Module, name: str | None = None) -> Iterator[ModelPart]:
     """Iterate over what adapters have at the model itself, of one adapter or of all of them."""
     for module in model.modules():
-        held = module._modules.get("adapters")
+        held = _child(module, "adapters")
         for found, part in held.items() if isinstance(held, nn.ModuleDict) else ():
             if isinstance(part, ModelPart) and name in (None, found):
                 yield part
@@ -165,3 +165,8 @@ def resolve_name(model: nn.Module, name: str | None) -> str:
     if len(names) > 1:
         raise ValueError(f"{type(model).__name__} carries several adapters, {', '.join(names)}; say which with name=…")
     return names[0]
+
+
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    children = module._modules
+    return children[name] if name in children else None  # that of a part in TorchScript has no get

@@ -321,6 +321,58 @@ def test_it_compiles_without_a_graph_break(patched):
     torch.testing.assert_close(predict(compiled), expected)
 
 
+def test_attentions_that_are_compiled_already_are_patched_by_what_they_wrap(patched, shake, snapshot):
+    model = make_model()
+    for block in model.blocks:
+        block.attn = torch.compile(block.attn, backend="eager")
+    base, before = predict(model), snapshot(model)
+    with pytest.raises(ValueError, match=r"blocks.0.attn takes no argument 'hidden' .* takes x, context, scale"):
+        mmpreproj.patch(model, family=with_streams(replace(IMAGE, argument="hidden")))
+    with pytest.raises(ValueError, match=r"position of the text stream is 2, but blocks.0.attn takes 'context' at"):
+        mmpreproj.patch(model, family=with_streams(IMAGE, replace(TEXT, position=2)))
+    mmpreproj.patch(model, family=ROW)
+    shake(model)
+    torch.testing.assert_close(predict(model), predict(patched))
+    mmpreproj.unpatch(model)
+    before.check(model)
+    assert torch.equal(predict(model), base)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_parts_in_torchscript_are_let_be(patched, shake, tmp_path):
+    model, fresh = make_model(), make_model()
+    for each in (model, fresh):
+        each.embed_t = torch.jit.script(each.embed_t)
+    mmpreproj.patch(model, family=ROW)
+    shake(model)
+    assert torch.equal(predict(model), predict(patched))
+    mmpreproj.save(model, tmp_path)
+    mmpreproj.load(fresh, tmp_path, family=ROW)
+    assert torch.equal(predict(fresh), predict(patched))
+    mmpreproj.unpatch(fresh)
+    assert torch.equal(predict(fresh), predict(make_model()))
+
+
+def test_a_stream_that_a_call_leaves_out_may_have_no_output(shake):
+    class Optional(ThreeStreams):
+        def forward(self, text: Tensor, image: Tensor | None = None) -> Any:
+            if image is None:
+                return self.maps[0](text)[..., :D]
+            return super().forward(text, image, image)[1:]
+
+    attention = Optional()
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.ModuleDict({"attn": attention})])
+    text, image = torch.randn(1, 3, D), torch.randn(1, 2, D)
+    alone = attention(text)
+    mmpreproj.patch(
+        model, family=with_streams(Stream("text", "text", 0, 0), Stream("image", "image", 1, 1), width="width")
+    )
+    shake(model)
+    assert attention(text).shape == alone.shape and not torch.equal(attention(text), alone)
+    assert len(attention(text, image)) == 2
+
+
 def test_copies_are_whole(patched, duplicate):
     twin = duplicate(patched)
     assert torch.equal(predict(twin), predict(patched))
@@ -648,6 +700,19 @@ def wrong_rows() -> dict[str, tuple[Callable[[], Any], str]]:
             lambda: replace(ROW, settings=("dtype",)),
             r"Family.settings names 'dtype', whose value torch.float32 cannot be written to a file",
         ),
+        **{
+            f"{field} no text": (
+                lambda field=field: replace(ROW, **{field: 3}),
+                rf"Family.{field} must be a text such as .*; got 3",
+            )
+            for field in ("model_class", "norm", "gate", "positions")
+        },
+        "dual no truth": (
+            lambda: replace(ROW, sites=(replace(ROW.sites[0], dual="no"),)),
+            r"AttentionSite.dual must be True or False; got 'no'",
+        ),
+        "seam no seam": (lambda: replace(ROW, seam="x"), r"Family.seam must be a PositionSeam or None; got 'x'"),
+        "points no seam": (lambda: replace(ROW, points=3), r"Family.points must be a PointSeam or None; got 3"),
         "a class": (lambda: Family, r"family must be a mmpreproj.patching.families.Family, a row .*; got <class"),
         "a name": (lambda: "SD3Transformer2DModel", r"family must be a .*Family.*; got 'SD3Transformer2DModel'"),
         "a dict": (lambda: vars(ROW), r"family must be a .*Family.*; got \{"),
@@ -700,9 +765,26 @@ def test_blocks_that_share_their_attention_are_refused(model, snapshot):
     before.check(model)
 
 
+@pytest.mark.parametrize("own", [nn.Linear(2, 2), 3], ids=["child", "attribute"])
+def test_an_attention_that_has_the_adapters_name_for_something_else_is_refused(model, snapshot, own):
+    model.blocks[1].attn.preproj = own
+    before = snapshot(model)
+    with pytest.raises(
+        ValueError, match=rf"blocks.1.attn has a 'preproj' of its own \({type(own).__name__}\).*Rename it in the model"
+    ):
+        mmpreproj.patch(model, family=ROW)
+    before.check(model)
+    assert model.blocks[1].attn.preproj is own and not mmpreproj.is_patched(model)
+
+
 @pytest.mark.parametrize(
     ("row", "match"),
     [
+        (
+            with_streams(IMAGE, Stream("text", "scale", 2, 1, discarded_by="is_last")),
+            r"Attention gives \[2, 7, 16\], \[2, 5, 16\], and the row has the text stream at output 1, but the call "
+            r"brought it no tokens \('scale' or place 2\). Correct Stream.argument",
+        ),
         (
             with_streams(replace(IMAGE, output=2), TEXT),
             r"Attention gives \[2, 7, 16\], \[2, 5, 16\], and the row has the image stream at output 2: there are 2. "
@@ -726,7 +808,7 @@ def test_blocks_that_share_their_attention_are_refused(model, snapshot):
             r"\('scale' or place 2\)",
         ),
     ],
-    ids=["no such output", "outputs exchanged", "nobody reads it", "width wrong", "never given"],
+    ids=["one never given", "no such output", "outputs exchanged", "nobody reads it", "width wrong", "never given"],
 )
 def test_what_only_a_call_shows_is_refused_by_the_first(model, row, match, snapshot):
     before, base = snapshot(model), predict(model)

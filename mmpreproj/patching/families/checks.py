@@ -12,11 +12,11 @@ _Entry = TypeVar("_Entry")
 _SIZES = ("in_features", "embed_dim")
 
 
-def check_text(field: str, value: Any, example: str) -> None:
-    """Refuse what is no text, or an empty one."""
+def check_text(field: str, value: Any, example: str, *, empty: bool = False) -> None:
+    """Refuse what is no text, or an empty one where that will not do."""
     if not isinstance(value, str):
         raise TypeError(f"{field} must be a text such as {example!r}; got {value!r} ({type(value).__name__})")
-    if not value:
+    if not value and not empty:
         raise ValueError(f"{field} must not be empty; give a text such as {example!r}")
 
 
@@ -33,6 +33,18 @@ def check_place(field: str, value: Any) -> None:
         raise TypeError(f"{field} must be a whole number from 0; got {value!r} ({type(value).__name__})")
     if value < 0:
         raise ValueError(f"{field} must be 0 or more, counted from the first; got {value}")
+
+
+def check_kind(field: str, value: Any, kind: type) -> None:
+    """Refuse what is neither None nor of a kind."""
+    if not isinstance(value, (kind, type(None))):
+        raise TypeError(f"{field} must be a {kind.__name__} or None; got {value!r}")
+
+
+def check_truth(field: str, value: Any) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{field} must be True or False; got {value!r}")
 
 
 def entries(field: str, values: Any, kind: type[_Entry], *, example: str, empty: bool = False) -> tuple[_Entry, ...]:

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, cast
 
+from accelerate.utils import is_compiled_module
 from torch import nn
 
 from mmpreproj.patching.families.checks import (
     check_apart,
+    check_kind,
     check_name,
     check_place,
     check_text,
+    check_truth,
     entries,
     read_attribute,
     read_number,
@@ -95,17 +98,19 @@ class AttentionSite:
                 f"AttentionSite.child must have no numbered part, as the last number of an attention's path is its "
                 f"block's; got {self.child!r}. Give the block this attention as a child with a name"
             )
+        check_truth("AttentionSite.dual", self.dual)
         streams = entries("AttentionSite.streams", self.streams, Stream, example='(Stream("image", …),)')
         object.__setattr__(self, "streams", streams)
         for field in ("name", "argument", "position", "output"):
             check_apart(f"Stream.{field} of {self.child!r}", (getattr(stream, field) for stream in streams))
 
     def find(self, block: nn.Module) -> nn.Module | None:
-        """Return the attention module of a block, None for a block without one."""
+        """Return the attention module of a block, None for a block without one; of a compiled one what it wraps."""
         try:
-            return cast("nn.Module | None", attrgetter(self.child)(block))
+            found = attrgetter(self.child)(block)
         except AttributeError:
             return None
+        return cast("nn.Module | None", found._orig_mod if is_compiled_module(found) else found)
 
     def as_in(self, attention: nn.Module) -> AttentionSite:
         """Return this site with only those streams that an attention module takes."""
@@ -160,6 +165,10 @@ class Family:
         check_apart("AttentionSite.child", (site.child for site in sites))
         check_text("Family.width", self.width, "qkv.in_features")
         check_text("Family.heads", self.heads, "num_heads")
+        for field, example in (("norm", "AdaLN-Zero"), ("gate", "a gate per stream"), ("positions", "none")):
+            check_text(f"Family.{field}", getattr(self, field), example, empty=True)
+        check_kind("Family.seam", self.seam, PositionSeam)
+        check_kind("Family.points", self.points, PointSeam)
         if self.followed_by is not None:
             check_text("Family.followed_by", self.followed_by, "single_blocks")
         for field, example in (("unread", '("text",)'), ("settings", '("patch_size",)')):

@@ -166,7 +166,8 @@ def detach_points(model: nn.Module) -> None:
         remove_hook(part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs, bring_points)
         remove_hook(part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs, unpack_points)
         remove_hook(part._forward_hooks, part._forward_hooks_with_kwargs, add_points)
-        part._modules.pop(POINT_CHILD, None)
+        if POINT_CHILD in part._modules:
+            del part._modules[POINT_CHILD]
 
 
 @contextmanager
@@ -189,7 +190,7 @@ def brings_points(model: nn.Module) -> bool:
 
 def find_point_layer(model: nn.Module) -> PointLayer | None:
     """Return a model's point layer, None if it has none."""
-    child = model._modules.get(POINT_CHILD)
+    child = model._modules[POINT_CHILD] if POINT_CHILD in model._modules else None
     layer = getattr(child, "_fsdp_wrapped_module", child)  # of FSDP's first version, which may wrap any child
     return layer if isinstance(layer, PointLayer) else None
 

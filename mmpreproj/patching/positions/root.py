@@ -202,7 +202,7 @@ def detach_root(owner: nn.Module) -> None:
 
 def has_root(model: nn.Module) -> bool:
     """Tell whether a model carries a root layer."""
-    return isinstance(model._modules.get(CHILD), RootLayer)
+    return CHILD in model._modules and isinstance(model._modules[CHILD], RootLayer)
 
 
 def is_model(owner: nn.Module) -> bool:
